@@ -1,0 +1,71 @@
+# Everything a contributor runs. `make help` lists it.
+#
+# .venv is made on first use. Two stamps say what is in it: .core (what the demo needs) and .dev (tests, checks, benchmarks);
+# both are redone when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+# Read by every pip call below and by those that pip makes itself for a build environment: no call can pick another torch.
+# Newer pips take the second name for build environments, older ones ignore it.
+export PIP_CONSTRAINT       := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long check check-format check-lint check-types format bench-cpu model clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z][a-z-]*):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.core $(MODEL) ## one mixed batch: the base model and several adapters answer at once
+	$(BIN)/python examples/demo.py
+
+# One pytest process with at most two torch threads: tests/conftest.py says so to torch and numpy, unless OMP_NUM_THREADS
+# is set (`OMP_NUM_THREADS=1 make test` when something else is running: threads that compete for a core are many times slower).
+test: $(VENV)/.dev $(MODEL) ## the tests, in minutes; needs no GPU
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.dev $(MODEL) ## all tests that need no GPU, with long state machines and sweeps
+	$(BIN)/python -m pytest -m "not gpu" --hypothesis-profile=long --timeout=3600
+
+check: check-format check-lint check-types ## formatting, lint and types
+check-format: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+check-lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+check-types: $(VENV)/.dev
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## format, and fix what lint can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-cpu: $(VENV)/.dev $(MODEL) ## throughput on this CPU, beside PEFT and transformers
+	$(BIN)/python -m bench.cpu
+
+model: $(MODEL) ## fetch the built-in model (92 MB)
+
+clean: ## remove what the targets made: .venv, models, caches
+	rm -rf $(VENV) models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; name a Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("error: Interleaf needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/.made
+	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+$(MODEL): | $(VENV)/.made
+	$(BIN)/python scripts/fetch_model.py $@
