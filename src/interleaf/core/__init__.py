@@ -1,0 +1,45 @@
+"""The nouns that every room speaks. No torch."""
+
+from interleaf.core.adapter import AdapterUid, HostState, ModuleSpan, PooledLayout, StreamLayout
+from interleaf.core.events import (
+    Event,
+    FinishReason,
+    RequestAborted,
+    RequestFailed,
+    RequestFinished,
+    TokenEvent,
+    TokenLogprobs,
+)
+from interleaf.core.model import GROUP_MODULES, MODULE_GROUP, LoraGroup, ModelSpec, Module, RopeKind, RopeSpec
+from interleaf.core.plan import AdapterLoad, Chunk, SeatGrow, SeatStart, StepPlan, StepResult
+from interleaf.core.request import Request, SamplingParams
+
+__all__ = [
+    "GROUP_MODULES",
+    "MODULE_GROUP",
+    "AdapterLoad",
+    "AdapterUid",
+    "Chunk",
+    "Event",
+    "FinishReason",
+    "HostState",
+    "LoraGroup",
+    "ModelSpec",
+    "Module",
+    "ModuleSpan",
+    "PooledLayout",
+    "Request",
+    "RequestAborted",
+    "RequestFailed",
+    "RequestFinished",
+    "RopeKind",
+    "RopeSpec",
+    "SamplingParams",
+    "SeatGrow",
+    "SeatStart",
+    "StepPlan",
+    "StepResult",
+    "StreamLayout",
+    "TokenEvent",
+    "TokenLogprobs",
+]

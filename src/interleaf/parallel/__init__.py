@@ -1,0 +1,1 @@
+"""Who holds which slice of the model, and of every adapter."""
