@@ -1,0 +1,117 @@
+"""The step loop: inbox, plan, launch, read back, commit. Knows plans and events; no tensor, no text, no name.
+
+    step k      |── plan k ──|── launch k ──▶ (device runs k) ...
+    step k+1                                |── plan k+1 ──|── launch k+1 ──|── read k, commit k ──▶ events
+
+With `lookahead=1` the host plans step k+1 while step k runs and reads step k only after k+1 has been launched, so the
+device never waits for the host. With 0 a step is read before the next is planned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from interleaf.core import AdapterUid, Event, Request, StepPlan, StepResult, TokenEvent
+from interleaf.errors import EngineDead
+from interleaf.scheduler.scheduler import Scheduler
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it sampled; raises what the step raised."""
+
+
+class LoadReport(Protocol):
+    """The end of one adapter's copy; `error` is None when later steps may read it."""
+
+    @property
+    def uid(self) -> AdapterUid: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+class Runner(Protocol):
+    """Executes plans in the order they are launched (`engine/runner.py`)."""
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Begin a step; does not wait for it."""
+
+    def poll_loads(self) -> Iterable[LoadReport]:
+        """Copies that have ended since the last call."""
+
+    def close(self) -> None:
+        """Wait for what was launched and release everything."""
+
+
+class Engine:
+    """Turns requests into events, one step at a time. Not thread-safe: one thread owns it.
+
+    Attributes:
+        is_stalled: the last step found nothing to do: open requests wait for the host tier, or none is open.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, lookahead: int) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._lookahead = lookahead
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._failure: BaseException | None = None
+        self.is_stalled = False
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.num_output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are open or steps are in flight."""
+        return self._scheduler.has_requests or bool(self._in_flight)
+
+    def submit(self, request: Request, stop_ids: frozenset[int], seed: int) -> None:
+        """Accept a request; from now on it ends in exactly one terminal event.
+
+        Raises: EngineDead: the step loop has failed.
+        """
+        if self._failure is not None:
+            raise EngineDead(f"the engine has stopped: {self._failure!r}") from self._failure
+        self._scheduler.add(request, stop_ids, seed)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences. Unknown and ended ones are left alone."""
+        self._scheduler.abort(request_id, index)
+
+    def step(self) -> list[Event]:
+        """Plan and launch one step, and read back the one before. Returns: what has happened."""
+        try:
+            self._advance()
+        except Exception as error:
+            self._failure = error
+            self._in_flight.clear()
+            self._scheduler.fail_all(f"the engine has stopped: {error!r}")
+        events = self._scheduler.take_events()
+        self.num_output_tokens += sum(isinstance(event, TokenEvent) for event in events)
+        return events
+
+    def close(self) -> None:
+        """End every request and release the runner. Returns after the last launched step."""
+        self._in_flight.clear()
+        self._scheduler.fail_all("the engine was closed")
+        self._runner.close()
+
+    def _advance(self) -> None:
+        for report in self._runner.poll_loads():
+            self._scheduler.load_done(report.uid, report.error)
+        plan = self._scheduler.plan() if self._failure is None else None
+        if plan is not None:
+            self._in_flight.append((plan, self._runner.launch(plan)))
+            self.num_steps += 1
+            self.num_computed_tokens += plan.num_tokens
+        self.is_stalled = plan is None and not self._in_flight
+        # When nothing was planned, everything that is left to do hangs on what is in flight.
+        while len(self._in_flight) > self._lookahead or (plan is None and self._in_flight):
+            launched, handle = self._in_flight.popleft()
+            self._scheduler.commit(launched, handle.result())

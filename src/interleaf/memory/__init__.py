@@ -1,0 +1,1 @@
+"""One budget for KV cache and adapters: pages, who owns them, and who must leave."""

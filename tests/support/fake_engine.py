@@ -1,0 +1,228 @@
+"""A host tier and a runner without tensors, and the scheduler around them.
+
+The fake runner keeps a memory of its own: every KV slot remembers which sequence wrote which token into it, every
+adapter page which part of which adapter. A token is a function of what is *read back* through the page tables, so a page
+handed out too early, a stale table or a lost token gives other tokens than `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from interleaf.adapters.residency import Residency
+from interleaf.core import (
+    AdapterUid,
+    HostState,
+    PooledLayout,
+    SeatStart,
+    StepPlan,
+    StepResult,
+)
+from interleaf.engine.engine import Engine
+from interleaf.memory.allocator import PageAllocator
+from interleaf.memory.eviction import Lru
+from interleaf.memory.geometry import PageGeometry
+from interleaf.scheduler.admission import Optimistic
+from interleaf.scheduler.policy import Fcfs
+from interleaf.scheduler.scheduler import Scheduler
+
+VOCAB = 29
+EOS = 0
+
+
+def next_token(adapter: str | None, seed: int, tokens: tuple[int, ...]) -> int:
+    """The fake model: any change of adapter, seed or context changes the token."""
+    digest = hashlib.blake2b(repr((adapter, seed, tokens)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def expected_tokens(
+    adapter: str | None, seed: int, prompt: tuple[int, ...], max_tokens: int, *, ignore_eos: bool = False
+) -> list[int]:
+    """What a sequence must answer, computed without any engine."""
+    outputs: list[int] = []
+    while len(outputs) < max_tokens and (ignore_eos or EOS not in outputs):
+        outputs.append(next_token(adapter, seed, prompt + tuple(outputs)))
+    return outputs
+
+
+class FakeImages:
+    """A host tier in which tests decide what is in memory, on its way, or broken."""
+
+    def __init__(self, pages: dict[str, int]) -> None:
+        self.pages = pages
+        self.on_disk: set[str] = set()
+        self.fetching: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.pins: dict[str, int] = {}
+
+    def layout(self, uid: AdapterUid) -> PooledLayout:
+        return PooledLayout(layouts=(), layer_layout=(), pages=self.pages[uid], used_bytes=0)
+
+    def prepare(self, uid: AdapterUid) -> HostState:
+        if uid in self.failed:
+            return HostState.FAILED
+        if uid in self.on_disk:
+            self.fetching.add(uid)
+            return HostState.FETCHING
+        return HostState.READY
+
+    def failure(self, uid: AdapterUid) -> str:
+        return self.failed[uid]
+
+    def pin(self, uid: AdapterUid) -> None:
+        assert uid not in self.on_disk
+        self.pins[uid] = self.pins.get(uid, 0) + 1
+
+    def unpin(self, uid: AdapterUid) -> None:
+        self.pins[uid] -= 1
+
+    def finish_fetches(self) -> None:
+        self.on_disk -= self.fetching
+        self.fetching.clear()
+
+
+@dataclass
+class _Seat:
+    start: SeatStart
+    pages: list[int]
+    tokens: list[int]
+
+
+@dataclass
+class _Load:
+    uid: AdapterUid
+    error: str | None = None
+
+
+@dataclass
+class _Handle:
+    runner: FakeRunner
+    plan: StepPlan
+    outcome: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Executes everything launched up to this step, as late as it can be."""
+        while self.outcome is None:
+            self.runner.run_next()
+        return self.outcome
+
+
+class FakeRunner:
+    """Executes plans in order, each one only when somebody waits for it (or for a later one)."""
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.memory: list[dict[object, object]] = [{} for _ in range(num_pages)]
+        self.seats: dict[int, _Seat] = {}
+        self.adapters: dict[AdapterUid, tuple[int, ...]] = {}
+        self.launched: deque[_Handle] = deque()
+        self.reports: list[_Load] = []
+        self.broken_copies: set[str] = set()
+        self.plans: list[StepPlan] = []
+        self.rows_computed = 0
+        self.fail_at_step: int | None = None
+
+    def launch(self, plan: StepPlan) -> _Handle:
+        assert plan.step == len(self.plans)
+        self.plans.append(plan)
+        handle = _Handle(self, plan)
+        self.launched.append(handle)
+        return handle
+
+    def poll_loads(self) -> list[_Load]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def close(self) -> None:
+        while self.launched:
+            self.run_next()
+
+    def run_next(self) -> None:
+        handle = self.launched.popleft()
+        handle.outcome = self._execute(handle.plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        if plan.step == self.fail_at_step:
+            raise MemoryError("the device is on fire")
+        for seat in plan.vacate:
+            del self.seats[seat]
+        for uid in plan.evict:
+            self.adapters.pop(uid, None)
+        for load in plan.load:
+            if load.uid in self.broken_copies:
+                self.reports.append(_Load(load.uid, "the copy broke"))
+                continue
+            for part, page in enumerate(load.pages):
+                self.memory[page] = {"adapter": (load.uid, part)}
+            self.adapters[load.uid] = load.pages
+            self.reports.append(_Load(load.uid))
+        for start in plan.start:
+            assert start.seat not in self.seats, "the seat is taken"
+            self.seats[start.seat] = _Seat(start, list(start.pages), list(start.token_ids))
+        for grow in plan.grow:
+            self.seats[grow.seat].pages.extend(grow.pages)
+        sampled = {}
+        for seat in plan.decode:
+            state = self.seats[seat]
+            self._write(state, len(state.tokens) - 1)
+            sampled[seat] = self._sample(state)
+        for chunk in plan.chunks:
+            state = self.seats[chunk.seat]
+            for position in range(chunk.first, chunk.first + chunk.count):
+                self._write(state, position)
+            if chunk.samples:
+                assert chunk.first + chunk.count == len(state.tokens)
+                sampled[chunk.seat] = self._sample(state)
+        return StepResult(tuple(sampled[seat] for seat in plan.sampled_seats))
+
+    def _write(self, state: _Seat, position: int) -> None:
+        page = self.memory[state.pages[position // self.page_tokens]]
+        page.pop("adapter", None)
+        page[position % self.page_tokens] = (state.start.seed, position, state.tokens[position])
+        self.rows_computed += 1
+
+    def _sample(self, state: _Seat) -> int:
+        context = []
+        for position in range(len(state.tokens)):
+            seed, written_at, token = self.memory[state.pages[position // self.page_tokens]][position % self.page_tokens]
+            assert (seed, written_at) == (state.start.seed, position), "the slot holds somebody else's KV"
+            context.append(token)
+        uid = state.start.adapter
+        if uid is not None:
+            for part, page in enumerate(self.adapters[uid]):
+                assert self.memory[page] == {"adapter": (uid, part)}, "the adapter's page was overwritten"
+        token = next_token(uid, state.start.seed, tuple(context))
+        state.tokens.append(token)
+        return token
+
+
+@dataclass
+class FakeSystem:
+    """Allocator, residency, scheduler and engine over the fakes."""
+
+    adapters: dict[str, int] = field(default_factory=dict)
+    num_pages: int = 32
+    page_tokens: int = 4
+    max_batch_tokens: int = 16
+    max_num_seqs: int = 4
+    lookahead: int = 1
+
+    def __post_init__(self) -> None:
+        self.allocator = PageAllocator(self.num_pages)
+        self.residency = Residency(self.allocator, Lru())
+        self.images = FakeImages(self.adapters)
+        self.runner = FakeRunner(self.num_pages, self.page_tokens)
+        self.scheduler = Scheduler(
+            geometry=PageGeometry(self.page_tokens, num_layers=1, num_kv_heads=1, head_dim=8, itemsize_bytes=4),
+            allocator=self.allocator,
+            residency=self.residency,
+            images=self.images,
+            policy=Fcfs(),
+            admission=Optimistic(),
+            max_batch_tokens=self.max_batch_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+        self.engine = Engine(self.scheduler, self.runner, lookahead=self.lookahead)
