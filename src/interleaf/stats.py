@@ -10,6 +10,7 @@ class PoolStats:
     """Pages by what they hold; free + kv + adapter = total.
 
     Attributes:
+        peak_kv_pages, peak_adapter_pages: the most at any one time, each by itself.
         page_bytes: bytes of one page, over all layers.
     """
 
@@ -17,6 +18,8 @@ class PoolStats:
     free_pages: int
     kv_pages: int
     adapter_pages: int
+    peak_kv_pages: int
+    peak_adapter_pages: int
     page_bytes: int
 
 

@@ -17,6 +17,7 @@ def test_kv_and_adapters_draw_from_the_same_free_list() -> None:
     assert (allocator.num_used_pages(OwnerKind.KV), allocator.num_used_pages(OwnerKind.ADAPTER)) == (2, 3)
     allocator.free(adapter, ADAPTER)
     assert set(allocator.alloc(3, KV)) == set(adapter)
+    assert (allocator.num_peak_pages(OwnerKind.KV), allocator.num_peak_pages(OwnerKind.ADAPTER)) == (5, 3)
     allocator.check()
 
 

@@ -36,6 +36,7 @@ class PageAllocator:
         self._owner: list[PageOwner | None] = [None] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._used: Counter[OwnerKind] = Counter()
+        self._peak: Counter[OwnerKind] = Counter()
 
     @property
     def num_pages(self) -> int:
@@ -47,6 +48,10 @@ class PageAllocator:
 
     def num_used_pages(self, kind: OwnerKind) -> int:
         return self._used[kind]
+
+    def num_peak_pages(self, kind: OwnerKind) -> int:
+        """The most pages that were used for that at any one time."""
+        return self._peak[kind]
 
     def alloc(self, count: int, owner: PageOwner) -> tuple[int, ...]:
         """`count` pages for `owner`: all of them, or none.
@@ -61,6 +66,7 @@ class PageAllocator:
         for page in pages:
             self._owner[page] = owner
         self._used[owner.kind] += count
+        self._peak[owner.kind] = max(self._peak[owner.kind], self._used[owner.kind])
         return pages
 
     def free(self, pages: Iterable[int], owner: PageOwner) -> None:

@@ -1,0 +1,160 @@
+"""Puts an engine together from settings: reads the model, sizes the pool, connects the rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from interleaf.adapters.copy import AdapterCopier
+from interleaf.adapters.image import require_tile
+from interleaf.adapters.registry import Registry
+from interleaf.adapters.residency import Residency
+from interleaf.adapters.store import AdapterStore
+from interleaf.attention.torch_sdpa import TorchSdpa
+from interleaf.config import EngineConfig
+from interleaf.core import ModelSpec
+from interleaf.engine.engine import Engine
+from interleaf.engine.runner import TorchRunner
+from interleaf.engine.sampler import Sampler
+from interleaf.errors import ConfigError, PoolTooSmall
+from interleaf.memory.allocator import PageAllocator
+from interleaf.memory.eviction import Lru
+from interleaf.memory.geometry import PageGeometry
+from interleaf.memory.pool import PagePool
+from interleaf.model.spec import parse_spec
+from interleaf.model.transformer import Transformer
+from interleaf.parallel.shard import Shard
+from interleaf.scheduler.admission import Optimistic
+from interleaf.scheduler.policy import Fcfs
+from interleaf.scheduler.scheduler import Scheduler
+from interleaf.weights.checkpoint import Checkpoint, open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The rooms of one running engine; `close` releases them."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    geometry: PageGeometry
+    max_model_len: int
+    pool: PagePool
+    allocator: PageAllocator
+    residency: Residency
+    registry: Registry
+    store: AdapterStore
+    scheduler: Scheduler
+    runner: TorchRunner
+    engine: Engine
+    fetcher: ThreadPoolExecutor
+
+    def close(self) -> None:
+        """End every request, wait for the last step, release threads and memory."""
+        self.engine.close()
+        self.fetcher.shutdown(cancel_futures=True)
+        self.store.close()
+
+
+def resolve_dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of weights, KV and adapters. On a CPU "auto" is float32, whatever the checkpoint is in."""
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    return torch.float32 if config.device == "cpu" else checkpoint.dtype
+
+
+def page_geometry(shard: Shard, page_tokens: int, dtype: torch.dtype) -> PageGeometry:
+    """One rank's pages. Raises: ConfigError: a stream of this model could not be cut in tiles."""
+    geometry = PageGeometry(
+        page_tokens, shard.spec.num_layers, shard.kv_heads.count, shard.spec.head_dim, dtype.itemsize
+    )
+    require_tile(shard, geometry)
+    return geometry
+
+
+def build_engine(
+    model: str, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None
+) -> EngineParts:
+    """Everything up to the first request.
+
+    Raises: ConfigError, ModelRejected, CheckpointError; PoolTooSmall: the longest sequence does not fit.
+    """
+    checkpoint = open_checkpoint(model, config.load_format, config.seed or 0)
+    try:
+        spec = parse_spec(checkpoint.config, model)
+        shard = Shard(spec)
+        dtype = resolve_dtype(config, checkpoint)
+        geometry = page_geometry(shard, config.page_tokens, dtype)
+        num_pages = geometry.pages_for_bytes(config.memory_bytes)
+        max_model_len = _max_model_len(config, spec, geometry, num_pages)
+        transformer = Transformer.load(
+            spec, shard, checkpoint, dtype, torch.device(config.device), progress and _named("weights", progress)
+        )
+    finally:
+        checkpoint.close()
+
+    pool = PagePool(geometry, num_pages, dtype, config.device)
+    allocator = PageAllocator(num_pages)
+    residency = Residency(allocator, Lru())
+    fetcher = ThreadPoolExecutor(1, thread_name_prefix="adapter-fetch")
+    store = AdapterStore(spec, shard, geometry, dtype, config.adapter_host_memory_bytes, fetcher)
+    scheduler = Scheduler(
+        geometry=geometry,
+        allocator=allocator,
+        residency=residency,
+        images=store,
+        policy=Fcfs(),
+        admission=Optimistic(),
+        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    runner = TorchRunner(
+        model=transformer,
+        attention=TorchSdpa(pool, spec.sliding_window),
+        pool=pool,
+        sampler=Sampler(config.max_num_seqs, spec.vocab_size, torch.device(config.device)),
+        copier=AdapterCopier(pool, store.image),
+        num_seats=config.max_num_seqs,
+        overlap=config.overlap,
+    )
+    engine = Engine(scheduler, runner, lookahead=1 if config.overlap else 0)
+    return EngineParts(
+        config=config,
+        spec=spec,
+        geometry=geometry,
+        max_model_len=max_model_len,
+        pool=pool,
+        allocator=allocator,
+        residency=residency,
+        registry=Registry(),
+        store=store,
+        scheduler=scheduler,
+        runner=runner,
+        engine=engine,
+        fetcher=fetcher,
+    )
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec, geometry: PageGeometry, num_pages: int) -> int:
+    """The longest sequence accepted. Raises: ConfigError: over the model's context; PoolTooSmall."""
+    longest = config.max_model_len or spec.max_position
+    if longest > spec.max_position:
+        raise ConfigError(f"max_model_len={longest} is over the model's context of {spec.max_position} tokens")
+    needed = geometry.pages_for_tokens(longest)
+    if needed > num_pages:
+        raise PoolTooSmall(
+            f"a sequence of max_model_len={longest} tokens",
+            needed,
+            num_pages,
+            f"a page holds {geometry.page_tokens} tokens and takes {geometry.page_bytes} bytes ({geometry.num_layers} "
+            f"layers x 2 x {geometry.page_tokens} tokens x {geometry.num_kv_heads} KV heads x {geometry.head_dim} x "
+            f"{geometry.itemsize_bytes} bytes), memory is {config.memory_bytes} bytes; give at least "
+            f"{needed * geometry.page_bytes} bytes, or a max_model_len of {num_pages * geometry.page_tokens} at most",
+        )
+    return longest
+
+
+def _named(what: str, progress: Callable[[str, int, int], None]) -> Callable[[int, int], None]:
+    return lambda done, total: progress(what, done, total)

@@ -1,0 +1,193 @@
+"""How the rest of the program reaches an engine: names and token ids in, events out.
+
+`EngineClient` is all that a server or `LLM` may know of an engine. `InProcessClient` runs it in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from interleaf.core import AdapterUid, Event, PooledLayout, Request, SamplingParams, TokenEvent
+from interleaf.engine.build import EngineParts
+from interleaf.errors import PoolTooSmall, RequestRejected
+from interleaf.memory.allocator import OwnerKind
+from interleaf.stats import EngineStats, PoolStats
+
+_FETCH_WAIT_S = 0.05
+"""Longest wait for the host tier before the engine is asked again."""
+
+
+class EngineClient(Protocol):
+    """An engine, wherever it runs. Every submitted request ends in exactly one terminal event."""
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
+        """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> str:
+        """Accept a request. Returns: its id. Raises: RequestRejected, AdapterNotFound, EngineDead."""
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences."""
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call; waits a little when nothing has."""
+
+    def add_adapter(self, name: str, source: str) -> AdapterUid:
+        """Register an adapter under a name. Raises: AdapterRejected, AdapterNameTaken, PoolTooSmall."""
+
+    def remove_adapter(self, name: str) -> None:
+        """Take a name away; running requests keep the adapter. Raises: AdapterNotFound."""
+
+    def stats(self) -> EngineStats:
+        """The engine at this moment."""
+
+    def close(self) -> None:
+        """End every request and release everything."""
+
+
+class InProcessClient:
+    """An engine in the caller's thread: `poll` runs one step. Not thread-safe."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._random = random.Random(parts.config.seed)
+        self._adapters_in_use: dict[str, AdapterUid | None] = {}
+        self._num_submitted = 0
+        parts.registry.on_unused = self._forget
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
+        """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
+        vocab = self._parts.spec.vocab_size
+        longest = self._parts.max_model_len
+        if not prompt_token_ids:
+            raise RequestRejected("the prompt has no tokens, at least 1 is needed")
+        if len(prompt_token_ids) + params.max_tokens > longest:
+            raise RequestRejected(
+                f"prompt of {len(prompt_token_ids)} tokens + max_tokens={params.max_tokens} is over the limit of "
+                f"max_model_len={longest} tokens"
+            )
+        for what, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                    raise RequestRejected(f"{what}: token id {token!r} is not from 0 to {vocab - 1}")
+        if adapter is not None:
+            self._parts.registry.uid(adapter)
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> str:
+        """Accept a request. Returns: its id. Raises: RequestRejected, AdapterNotFound, EngineDead."""
+        self.check(prompt_token_ids, params, adapter)
+        uid = None if adapter is None else self._parts.registry.acquire(adapter)
+        request = Request(
+            id=f"request-{self._num_submitted}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            adapter=uid,
+            arrival_s=time.monotonic(),
+        )
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= set(self._parts.spec.eos_token_ids)
+        seed = self._random.getrandbits(62) if params.seed is None else params.seed
+        try:
+            self._parts.engine.submit(request, stop_ids, seed)
+        except BaseException:
+            if uid is not None:
+                self._parts.registry.release(uid)
+            raise
+        self._num_submitted += 1
+        self._adapters_in_use[request.id] = uid
+        return request.id
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences."""
+        self._parts.engine.abort(request_id, index)
+
+    def poll(self) -> list[Event]:
+        """Run one step. Waits a little when all that is open waits for adapters to be read."""
+        engine = self._parts.engine
+        events = engine.step()
+        for event in events:
+            if not isinstance(event, TokenEvent):  # terminal: it alone releases the adapter
+                uid = self._adapters_in_use.pop(event.request_id)
+                if uid is not None:
+                    self._parts.registry.release(uid)
+        if engine.is_stalled and engine.has_work and not events:
+            self._parts.store.wait_for_fetch(_FETCH_WAIT_S)
+        return events
+
+    def add_adapter(self, name: str, source: str) -> AdapterUid:
+        """Register an adapter under a name.
+
+        Raises: AdapterRejected, AdapterNameTaken; PoolTooSmall: it would not fit beside the longest sequence.
+        """
+        parts = self._parts
+        parts.registry.check_name(name)
+        uid = parts.store.add(source)
+        try:
+            self._require_fit(name, parts.store.layout(uid))
+            parts.registry.publish(name, uid)
+        except BaseException:
+            if not parts.registry.knows(uid):
+                parts.store.remove(uid)
+            raise
+        return uid
+
+    def remove_adapter(self, name: str) -> None:
+        """Take a name away; running requests keep the adapter. Raises: AdapterNotFound."""
+        self._parts.registry.withdraw(name)
+
+    def stats(self) -> EngineStats:
+        """The engine at this moment."""
+        parts = self._parts
+        counts = parts.residency.counts
+        return EngineStats(
+            pool=PoolStats(
+                total_pages=parts.allocator.num_pages,
+                free_pages=parts.allocator.num_free_pages,
+                kv_pages=parts.allocator.num_used_pages(OwnerKind.KV),
+                adapter_pages=parts.allocator.num_used_pages(OwnerKind.ADAPTER),
+                peak_kv_pages=parts.allocator.num_peak_pages(OwnerKind.KV),
+                peak_adapter_pages=parts.allocator.num_peak_pages(OwnerKind.ADAPTER),
+                page_bytes=parts.geometry.page_bytes,
+            ),
+            resident_adapters=len(parts.residency.resident()),
+            registered_adapters=len(parts.registry),
+            running_sequences=parts.scheduler.num_running,
+            waiting_sequences=parts.scheduler.num_waiting,
+            adapter_hits=counts.hits,
+            adapter_misses=counts.misses,
+            adapter_loads=counts.loads,
+            adapter_evictions=counts.evictions,
+            adapter_failed_loads=counts.failed_loads,
+            preemptions=parts.scheduler.num_preemptions,
+            steps=parts.engine.num_steps,
+            computed_tokens=parts.engine.num_computed_tokens,
+            output_tokens=parts.engine.num_output_tokens,
+            waiting_by_reason={reason.value: n for reason, n in parts.scheduler.waiting_by_reason().items()},
+        )
+
+    def close(self) -> None:
+        """End every request and release everything."""
+        self._parts.close()
+
+    def _forget(self, uid: AdapterUid) -> None:
+        """An adapter has no names and no requests left: it goes on every tier."""
+        self._parts.residency.remove(uid)
+        self._parts.store.remove(uid)
+
+    def _require_fit(self, name: str, layout: PooledLayout) -> None:
+        """Whatever is accepted can run alone: any adapter fits beside the longest sequence."""
+        geometry, total = self._parts.geometry, self._parts.allocator.num_pages
+        longest = geometry.pages_for_tokens(self._parts.max_model_len)
+        if layout.pages + longest > total:
+            raise PoolTooSmall(
+                f"adapter {name!r}",
+                layout.pages + longest,
+                total,
+                f"{layout.pages} for itself + {longest} for a sequence of max_model_len={self._parts.max_model_len} "
+                f"tokens, {geometry.page_bytes} bytes each; memory of at least "
+                f"{(layout.pages + longest) * geometry.page_bytes} bytes would do",
+            )
