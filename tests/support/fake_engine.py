@@ -122,6 +122,7 @@ class FakeRunner:
         self.reports: list[_Load] = []
         self.broken_copies: set[str] = set()
         self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
         self.rows_computed = 0
         self.fail_at_step: int | None = None
 
@@ -143,6 +144,7 @@ class FakeRunner:
     def run_next(self) -> None:
         handle = self.launched.popleft()
         handle.outcome = self._execute(handle.plan)
+        self.results.append(handle.outcome)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         if plan.step == self.fail_at_step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import msgspec
 import pytest
 from interleaf.core import (
     AdapterUid,
@@ -13,12 +14,13 @@ from interleaf.core import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    StepPlan,
     TokenEvent,
 )
 from interleaf.errors import EngineDead
 from interleaf.memory.allocator import OwnerKind
 from interleaf.scheduler.sequence import WaitReason
-from tests.support.fake_engine import EOS, FakeSystem, expected_tokens
+from tests.support.fake_engine import EOS, FakeRunner, FakeSystem, expected_tokens
 
 STOP = frozenset({EOS})
 
@@ -243,3 +245,15 @@ def test_a_steady_decode_step_is_a_nearly_empty_plan() -> None:
     assert len(steady) >= 10
     assert all(not (p.vacate or p.start or p.grow or p.chunks or p.load or p.evict) for p in steady)
     assert all(p.decode is steady[0].decode for p in steady), "the row list is not rebuilt while nobody comes or goes"
+
+
+def test_plans_survive_serialisation_and_ranks_that_get_them_do_the_same() -> None:
+    system = FakeSystem({"x": 3, "y": 4}, num_pages=14, max_num_seqs=3)
+    for i in range(8):
+        system.engine.submit(request(f"r{i}", tuple(range(1, 2 + i)), 6, (None, "x", "y")[i % 3]), STOP, seed=i)
+    run(system)
+    other_rank = FakeRunner(system.num_pages, system.page_tokens)
+    for plan in system.runner.plans:
+        copy = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        assert copy == plan
+        assert other_rank.launch(copy).result().token_ids == system.runner.results[plan.step].token_ids

@@ -98,7 +98,8 @@ def build_engine(
     pool = PagePool(geometry, num_pages, dtype, config.device)
     allocator = PageAllocator(num_pages)
     residency = Residency(allocator, Lru())
-    fetcher = ThreadPoolExecutor(1, thread_name_prefix="adapter-fetch")
+    # One torch thread: laying out an adapter must not take the cores from the step that runs meanwhile.
+    fetcher = ThreadPoolExecutor(1, "adapter-fetch", torch.set_num_threads, (1,))
     store = AdapterStore(spec, shard, geometry, dtype, config.adapter_host_memory_bytes, fetcher)
     scheduler = Scheduler(
         geometry=geometry,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interleaf.adapters.image import layout_of
+from interleaf.adapters.image import build
 from interleaf.adapters.sources import open_adapter
 from interleaf.config import EngineConfig
 from interleaf.engine.build import page_geometry, resolve_dtype
@@ -22,11 +22,12 @@ def inspect_adapter(
     checkpoint = open_checkpoint(model, config.load_format)
     try:
         shard = Shard(parse_spec(checkpoint.config, model))
-        geometry = page_geometry(shard, config.page_tokens, resolve_dtype(config, checkpoint))
+        pool_dtype = resolve_dtype(config, checkpoint)
+        geometry = page_geometry(shard, config.page_tokens, pool_dtype)
     finally:
         checkpoint.close()
     parsed = open_adapter(source, shard.spec)
-    layout = layout_of(parsed.ranks, shard, geometry)
+    layout = build(parsed, shard, geometry, pool_dtype).layout  # its values, too, must fit the pool
     summary = parsed.summary()
     pooled_bytes = layout.pages * geometry.page_bytes
     return [

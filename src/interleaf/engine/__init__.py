@@ -1,0 +1,1 @@
+"""Turns plans into tokens, and requests into plans. Knows no HTTP."""
