@@ -1,1 +1,1 @@
-"""What the tests share: models, adapters and oracles. Never imports the package under test."""
+"""What the tests share: models, adapters, oracles and what "equal" means."""
