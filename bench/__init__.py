@@ -1,0 +1,1 @@
+"""Measurements of Interleaf beside its peers; no part of the package."""
