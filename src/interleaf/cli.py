@@ -1,4 +1,4 @@
-"""The command line: `interleaf generate` and `interleaf adapters check`. Parses and prints; the rooms below do the work."""
+"""The command line: `interleaf generate` and `interleaf adapters check`. Parses and prints; the rooms below work."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from interleaf.cli import app
 from tests.support.peft_folders import write_defective
 from tests.support.tiny_models import make_model, save_model
-from typer.testing import CliRunner
 
 
 @pytest.fixture(scope="module")

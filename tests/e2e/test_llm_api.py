@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from interleaf import LLM, FinishReason, SamplingParams
 from interleaf.errors import (
     AdapterNameTaken,
@@ -244,7 +245,11 @@ def test_an_adapter_whose_folder_has_vanished_or_changed_fails_its_requests_only
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"memory": "100KiB"}, PoolTooSmall, r"max_model_len=256 tokens needs 16 pages and the pool has 8: .*give at least"),
+        (
+            {"memory": "100KiB"},
+            PoolTooSmall,
+            r"max_model_len=256 tokens needs 16 pages and the pool has 8: .*give at least",
+        ),
         ({"memory": "192KiB", "adapters": {"x": "dummy:r=64,targets=all,seed=1"}}, PoolTooSmall, r"adapter 'x' needs"),
         ({"max_model_len": 257}, ConfigError, r"max_model_len=257 is over the model's context of 256"),
         ({"page_tokens": 5}, ConfigError, r"page_tokens must be one of"),

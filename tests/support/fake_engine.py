@@ -1,8 +1,8 @@
 """A host tier and a runner without tensors, and the scheduler around them.
 
 The fake runner keeps a memory of its own: every KV slot remembers which sequence wrote which token into it, every
-adapter page which part of which adapter. A token is a function of what is *read back* through the page tables, so a page
-handed out too early, a stale table or a lost token gives other tokens than `expected_tokens`.
+adapter page which part of which adapter. A token is a function of what is *read back* through the page tables, so a
+page handed out too early, a stale table or a lost token gives other tokens than `expected_tokens`.
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ class FakeRunner:
     def _sample(self, state: _Seat) -> int:
         context = []
         for position in range(len(state.tokens)):
-            seed, written_at, token = self.memory[state.pages[position // self.page_tokens]][position % self.page_tokens]
+            seed, written_at, token = self.memory[state.pages[position // self.page_tokens]][
+                position % self.page_tokens
+            ]
             assert (seed, written_at) == (state.start.seed, position), "the slot holds somebody else's KV"
             context.append(token)
         uid = state.start.adapter

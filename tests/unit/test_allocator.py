@@ -1,6 +1,7 @@
 """The free list: all or none, one owner a page, exact accounts."""
 
 import pytest
+
 from interleaf.errors import OutOfPages
 from interleaf.memory.allocator import OwnerKind, PageAllocator, PageOwner
 

@@ -1,6 +1,7 @@
 """Settings: defaults, limits, and the name of whatever is wrong."""
 
 import pytest
+
 from interleaf.config import EngineConfig, parse_bytes
 from interleaf.errors import ConfigError
 

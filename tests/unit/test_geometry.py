@@ -1,6 +1,7 @@
 """Conversions between tokens, pages, lanes, tiles and bytes, against numbers worked out by hand."""
 
 import pytest
+
 from interleaf.memory.geometry import PageGeometry
 
 LLAMA3_8B = PageGeometry(page_tokens=16, num_layers=32, num_kv_heads=8, head_dim=128, itemsize_bytes=2)

@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from interleaf.core import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from interleaf.engine.output import Completion, StopStrings
 
 
 class Letters:
-    """A decoder whose tokens are strings in a list; the last is held back until flushed, as half a character would be."""
+    """A decoder whose tokens are strings in a list; the last is held back until flushed, as half a character is."""
 
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
@@ -37,7 +38,9 @@ def complete(pieces: list[str], params: SamplingParams, last: FinishReason = Fin
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_the_text_is_cut_at_the_first_stop_string_whatever_the_tokens(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_the_text_is_cut_at_the_first_stop_string_whatever_the_tokens(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) if a < b]
     got = complete(pieces, SamplingParams(stop=stops, max_tokens=99))

@@ -1,6 +1,7 @@
 """Names and references: nothing is reported unused while anything holds it."""
 
 import pytest
+
 from interleaf.adapters.registry import Registry
 from interleaf.core import AdapterUid
 from interleaf.errors import AdapterNameTaken, AdapterNotFound, AdapterRejected

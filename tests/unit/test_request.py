@@ -1,6 +1,7 @@
 """Sampling parameters and requests are within their limits, or are not made."""
 
 import pytest
+
 from interleaf.core import Request, SamplingParams
 from interleaf.errors import InvalidSamplingParams, RequestRejected
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import msgspec
 import pytest
+
 from interleaf.core import (
     AdapterUid,
     FinishReason,

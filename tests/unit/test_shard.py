@@ -1,6 +1,7 @@
 """Slices of ranks: together they are the whole, and heads of q find their heads of k."""
 
 import pytest
+
 from interleaf.core import ModelSpec, Module
 from interleaf.errors import ConfigError
 from interleaf.parallel.shard import Shard
@@ -10,7 +11,9 @@ def spec(heads: int, kv_heads: int, intermediate: int = 96) -> ModelSpec:
     return ModelSpec("llama", 100, 64, 2, heads, kv_heads, 16, intermediate, 1e-5, 128)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(8, 8, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (9, 3, 3), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world"), [(8, 8, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (9, 3, 3), (4, 2, 1)]
+)
 def test_the_slices_of_all_ranks_cover_every_module(heads: int, kv_heads: int, world: int) -> None:
     model = spec(heads, kv_heads)
     shards = [Shard(model, rank, world) for rank in range(world)]
@@ -45,6 +48,8 @@ def test_the_fused_columns_follow_one_another() -> None:
         (12, 3, 96, 2, "num_kv_heads=3 and 2 ranks"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(heads: int, kv_heads: int, intermediate: int, world: int, message: str) -> None:
+def test_what_cannot_be_divided_is_refused(
+    heads: int, kv_heads: int, intermediate: int, world: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Shard(spec(heads, kv_heads, intermediate), 0, world)

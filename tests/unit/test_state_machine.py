@@ -10,9 +10,25 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
 from interleaf.adapters.residency import AdapterState
-from interleaf.core import AdapterUid, Request, RequestAborted, RequestFailed, RequestFinished, SamplingParams, TokenEvent
+from interleaf.core import (
+    AdapterUid,
+    Request,
+    RequestAborted,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    TokenEvent,
+)
 from interleaf.memory.allocator import OwnerKind
 from tests.support.fake_engine import EOS, FakeSystem, expected_tokens
 

@@ -3,9 +3,9 @@
     COLD ──start_load──▶ LOADING ──finish_load──▶ RESIDENT ──evict──▶ COLD
                             └──────fail_load──────▶ COLD
 
-An adapter is *pinned* while a running sequence uses it, and while it is loading (its copy writes to its pages). Unpinned
-it stays warm until pages are wanted. Pages are handed on at once when an adapter leaves: whoever executes plans orders
-the next owner's writes after the last reads (`adapters/copy.py`).
+An adapter is *pinned* while a running sequence uses it, and while it is loading (its copy writes to its pages).
+Unpinned it stays warm until pages are wanted. Pages are handed on at once when an adapter leaves: whoever executes
+plans orders the next owner's writes after the last reads (`adapters/copy.py`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ class Module(StrEnum):
     Q = "q_proj"
     K = "k_proj"
     V = "v_proj"
-    O = "o_proj"  # noqa: E741 - the field's letter for the output projection
+    O = "o_proj"
     GATE = "gate_proj"
     UP = "up_proj"
     DOWN = "down_proj"
@@ -22,7 +22,7 @@ class LoraGroup(Enum):
     """Modules that read the same input, and so share one LoRA launch and one base product."""
 
     QKV = 0
-    O = 1  # noqa: E741
+    O = 1
     GATE_UP = 2
     DOWN = 3
 

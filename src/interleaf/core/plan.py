@@ -77,7 +77,7 @@ class StepPlan:
         evict: adapters whose pages now belong to somebody else.
         load: adapters to copy into the pool; usable once the runner has reported the copy as done.
         start, grow: changes of seats.
-        chunks: prompt rows, in seat order.
+        chunks: prompt rows: sequences under way in order of arrival, then those that start.
         decode: seats that compute one row: the token sampled last, at the next position. In seat order.
     """
 

@@ -23,6 +23,17 @@ _FETCH_WAIT_S = 0.05
 class EngineClient(Protocol):
     """An engine, wherever it runs. Every submitted request ends in exactly one terminal event."""
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are open, or steps on their way."""
+
+    def adapters(self) -> tuple[str, ...]:
+        """Names that requests can use, in the order they were registered."""
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
 
@@ -57,6 +68,20 @@ class InProcessClient:
         self._adapters_in_use: dict[str, AdapterUid | None] = {}
         self._num_submitted = 0
         parts.registry.on_unused = self._forget
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted."""
+        return self._parts.engine.is_alive
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are open, or steps on their way."""
+        return self._parts.engine.has_work
+
+    def adapters(self) -> tuple[str, ...]:
+        """Names that requests can use, in the order they were registered."""
+        return self._parts.registry.names()
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""

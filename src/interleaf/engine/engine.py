@@ -67,6 +67,11 @@ class Engine:
         self.num_output_tokens = 0
 
     @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted; false once a step has failed."""
+        return self._failure is None
+
+    @property
     def has_work(self) -> bool:
         """Whether requests are open or steps are in flight."""
         return self._scheduler.has_requests or bool(self._in_flight)

@@ -76,7 +76,7 @@ class LLM:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names that `generate` accepts."""
-        return self._parts.registry.names()
+        return self._client.adapters()
 
     def add_adapter(self, name: str, source: str | os.PathLike[str]) -> None:
         """Register an adapter. Raises: AdapterRejected, AdapterNameTaken, PoolTooSmall; nothing changes then."""
@@ -185,7 +185,7 @@ class LLM:
                     errors[event.request_id] = event.reason
 
     def _drain(self) -> None:
-        while self._parts.engine.has_work:
+        while self._client.has_work:
             self._client.poll()
 
 

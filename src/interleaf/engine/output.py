@@ -86,9 +86,12 @@ class Completion:
         self.token_ids.append(event.token_id)
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
-        if event.finish_reason is not FinishReason.STOP and self.decoder is not None:
-            if self._append(self.decoder.push(event.token_id)):
-                return True
+        if (
+            self.decoder is not None
+            and event.finish_reason is not FinishReason.STOP
+            and self._append(self.decoder.push(event.token_id))
+        ):
+            return True
         if event.finish_reason is None:
             return False
         self.finish_reason = event.finish_reason

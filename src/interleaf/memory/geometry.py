@@ -1,8 +1,8 @@
 """Every conversion between tokens, pages, lanes, tiles and bytes. No torch, no device.
 
 The pool is `[pages, layers, 2, page_tokens, kv_heads, head_dim]`. One layer of one page is a *lane*: to attention it
-holds `page_tokens` slots of K, then of V; to LoRA it is a flat run of `lane_elems` elements. An adapter's layer l is one
-stream of elements that runs through lane l of the adapter's pages, in order.
+holds `page_tokens` slots of K, then of V; to LoRA it is a flat run of `lane_elems` elements. An adapter's layer l is
+one stream of elements that runs through lane l of the adapter's pages, in order.
 
 Source: S-LoRA (MLSys 2024) section 4.1, generalised; docs/adr/0002-page-geometry.md.
 """

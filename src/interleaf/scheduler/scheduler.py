@@ -257,9 +257,7 @@ class Scheduler:
                 return
             self._start(draft, seq)
 
-    def _send_for(
-        self, draft: _Draft, seq: Sequence, uid: AdapterUid, keep: set[AdapterUid]
-    ) -> WaitReason | None:
+    def _send_for(self, draft: _Draft, seq: Sequence, uid: AdapterUid, keep: set[AdapterUid]) -> WaitReason | None:
         """See to it that an adapter is in the pool. Returns: why the sequence has to wait; None if it has not."""
         state = self._residency.state(uid)
         if not seq.considered:

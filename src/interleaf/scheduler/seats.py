@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence as Row
+from collections.abc import Iterator
+from collections.abc import Sequence as Row
 
 from interleaf.scheduler.sequence import Sequence, SequenceState
 

@@ -1,0 +1,154 @@
+"""Which tensors of a checkpoint make up a model, and how they are cut and fused. Knows names; computes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from interleaf.core import GROUP_MODULES, LoraGroup, ModelSpec, Module
+from interleaf.errors import CheckpointError
+from interleaf.parallel.shard import Shard, Span
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Buffers that old checkpoints hold and that follow from the configuration."""
+
+_LISTED = 8
+"""Names that an error lists at most."""
+
+
+class NamedTensors(Protocol):
+    """What is asked of a checkpoint; those of `weights` are some. Names are Hugging Face's."""
+
+    def names(self) -> frozenset[str]:
+        """Every tensor that `get` can return."""
+
+    def get(self, name: str, rows: slice | None = None, cols: slice | None = None) -> torch.Tensor:
+        """One tensor, or some rows (axis 0) and columns (axis 1) of it."""
+
+
+class TensorReader:
+    """Reads the tensors of one model, each once. Construction says which are missing or left over.
+
+    Raises: CheckpointError: a tensor is missing, left over, or of another shape.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shard: Shard,
+        checkpoint: NamedTensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._shard = shard
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._num_read = 0
+        present = checkpoint.names()
+        expected = _expected_names(spec)
+        self._has_copy_of_head = spec.tie_embeddings and _HEAD in present
+        if self._has_copy_of_head:
+            expected.add(_HEAD)
+        if missing := sorted(expected - present):
+            raise CheckpointError(f"the checkpoint lacks {_listing(missing)}")
+        if extra := sorted(n for n in present - expected if not _DERIVED.fullmatch(n)):
+            raise CheckpointError(f"the checkpoint holds {_listing(extra)}, which the configuration has no place for")
+        self._num_tensors = len(expected)
+
+    def embedding(self) -> torch.Tensor:
+        """[vocabulary, hidden]"""
+        return self._read(_EMBEDDING, self._vocabulary)
+
+    def head(self, embed: torch.Tensor) -> torch.Tensor:
+        """[vocabulary, hidden]; `embed` itself where embeddings are tied."""
+        if not self._spec.tie_embeddings:
+            return self._read(_HEAD, self._vocabulary)
+        if self._has_copy_of_head and not torch.equal(self._read(_HEAD, self._vocabulary), embed):
+            raise CheckpointError(f"{_HEAD} differs from {_EMBEDDING}, and tie_word_embeddings says it is the same")
+        return embed
+
+    def norm(self, name: str) -> torch.Tensor:
+        """[hidden]"""
+        return self._read(name, (Span(0, self._spec.hidden_size),))
+
+    def qk_norm(self, layer: int) -> torch.Tensor:
+        """[q heads + k heads, head_dim]: a row per head of the fused projection."""
+        prefix = f"model.layers.{layer}.self_attn"
+        width = (Span(0, self._spec.head_dim),)
+        q, k = (self._read(f"{prefix}.{name}_norm.weight", width) for name in "qk")
+        return torch.cat([q.expand(self._shard.heads.count, -1), k.expand(self._shard.kv_heads.count, -1)])
+
+    def group(self, layer: int, group: LoraGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [out, in] and bias [out] of one fused product."""
+        modules = GROUP_MODULES[group]
+        outs = [self._shard.out_span(m) for m in modules]
+        ins = self._shard.in_span(modules[0])
+        weight = torch.empty(sum(s.count for s in outs), ins.count, dtype=self._dtype, device=self._device)
+        has_bias = _has_bias(self._spec, modules[0])
+        bias = weight.new_empty(len(weight)) if has_bias else None
+        first = 0
+        for module, out in zip(modules, outs, strict=True):
+            name = f"model.layers.{layer}.{_path(module)}"
+            weight[first : first + out.count] = self._read(f"{name}.weight", (out, ins))
+            if bias is not None:
+                bias[first : first + out.count] = self._read(f"{name}.bias", (out,))
+            first += out.count
+        return weight, bias
+
+    @property
+    def _vocabulary(self) -> tuple[Span, Span]:
+        return Span(0, self._spec.vocab_size), Span(0, self._spec.hidden_size)
+
+    def _read(self, name: str, spans: tuple[Span, ...]) -> torch.Tensor:
+        # A rank that holds all of a tensor asks for it unsliced: then its whole shape is what is checked.
+        wanted = [span.as_slice() if self._shard.world > 1 else None for span in spans]
+        tensor = self._checkpoint.get(name, *wanted)
+        shape = tuple(span.count for span in spans)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
+        self._num_read += 1
+        if self._progress is not None:
+            self._progress(self._num_read, self._num_tensors)
+        return tensor.to(self._device, self._dtype)
+
+
+def _path(module: Module) -> str:
+    return f"mlp.{module}" if module in (Module.GATE, Module.UP, Module.DOWN) else f"self_attn.{module}"
+
+
+def _has_bias(spec: ModelSpec, module: Module) -> bool:
+    match module:
+        case Module.Q | Module.K | Module.V:
+            return spec.qkv_bias
+        case Module.O:
+            return spec.o_bias
+        case _:
+            return spec.mlp_bias
+
+
+def _expected_names(spec: ModelSpec) -> set[str]:
+    names = {_EMBEDDING, "model.norm.weight"} | (set() if spec.tie_embeddings else {_HEAD})
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}"
+        names |= {f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"}
+        if spec.qk_norm:
+            names |= {f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"}
+        for module in Module:
+            names.add(f"{prefix}.{_path(module)}.weight")
+            if _has_bias(spec, module):
+                names.add(f"{prefix}.{_path(module)}.bias")
+    return names
+
+
+def _listing(names: list[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
