@@ -97,7 +97,7 @@ def check(
     load_format: LoadFormat = "auto",
 ) -> None:
     """Say what an adapter is and what it takes on this model (exit 0), or everything that is wrong with it (exit 1)."""
-    from interleaf.engine.inspect import inspect_adapter
+    from interleaf.engine.inspect_adapter import inspect_adapter
     from interleaf.errors import AdapterRejected
 
     with _errors_as_messages():

@@ -26,6 +26,7 @@ from interleaf.memory.eviction import Lru
 from interleaf.memory.geometry import PageGeometry
 from interleaf.scheduler.admission import Optimistic
 from interleaf.scheduler.policy import Fcfs
+from interleaf.scheduler.preemption import LatestArrival
 from interleaf.scheduler.scheduler import Scheduler
 
 VOCAB = 29
@@ -226,6 +227,7 @@ class FakeSystem:
             images=self.images,
             policy=Fcfs(),
             admission=Optimistic(),
+            preemption=LatestArrival(),
             max_batch_tokens=self.max_batch_tokens,
             max_num_seqs=self.max_num_seqs,
         )

@@ -29,6 +29,7 @@ from interleaf.model.transformer import Transformer
 from interleaf.parallel.shard import Shard
 from interleaf.scheduler.admission import Optimistic
 from interleaf.scheduler.policy import Fcfs
+from interleaf.scheduler.preemption import LatestArrival
 from interleaf.scheduler.scheduler import Scheduler
 from interleaf.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -108,6 +109,7 @@ def build_engine(
         images=store,
         policy=Fcfs(),
         admission=Optimistic(),
+        preemption=LatestArrival(),
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
     )

@@ -33,6 +33,7 @@ from interleaf.memory.allocator import PageAllocator
 from interleaf.memory.geometry import PageGeometry
 from interleaf.scheduler.admission import Admission
 from interleaf.scheduler.policy import Policy
+from interleaf.scheduler.preemption import Preemption
 from interleaf.scheduler.queue import WaitingQueue
 from interleaf.scheduler.seats import Seats
 from interleaf.scheduler.sequence import Sequence, SequenceState, WaitReason
@@ -95,6 +96,7 @@ class Scheduler:
         images: HostImages,
         policy: Policy,
         admission: Admission,
+        preemption: Preemption,
         max_batch_tokens: int,
         max_num_seqs: int,
     ) -> None:
@@ -103,6 +105,7 @@ class Scheduler:
         self._residency = residency
         self._images = images
         self._admission = admission
+        self._preemption = preemption
         self._max_batch_tokens = max_batch_tokens
         self._waiting = WaitingQueue(policy)
         self._seats = Seats(max_num_seqs)
@@ -205,7 +208,7 @@ class Scheduler:
             if seq.state is not SequenceState.DECODE:
                 continue  # lost its seat to an older one just now
             while not self._residency.make_room(1):
-                victim = max(self._seats, key=lambda seq: seq.order)  # never one that has grown: those are older
+                victim = self._preemption.victim(self._seats)  # never one that has grown: those are ahead of `seq`
                 self._preempt(victim)
                 if victim is seq:
                     break
@@ -320,11 +323,7 @@ class Scheduler:
             if seq.state is SequenceState.ENDED:
                 continue  # the one token in excess
             seq.token_ids.append(token)
-            reason = None
-            if token in seq.stop_ids:
-                reason = FinishReason.STOP
-            elif seq.num_outputs == seq.request.params.max_tokens:
-                reason = FinishReason.LENGTH
+            reason = seq.finish_reason()
             stop_token = token if reason is FinishReason.STOP else None
             self._events.append(TokenEvent(seq.request.id, seq.index, token, token_logprobs, reason, stop_token))
             if reason is not None:

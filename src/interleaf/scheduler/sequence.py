@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from interleaf.core import AdapterUid, Request
+from interleaf.core import AdapterUid, FinishReason, Request
 from interleaf.memory.allocator import OwnerKind, PageOwner
 
 
@@ -76,6 +76,12 @@ class Sequence:
     def num_outputs(self) -> int:
         """Output tokens committed."""
         return len(self.token_ids) - self.prompt_tokens
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the output token committed last ends the sequence, and why."""
+        if self.token_ids[-1] in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_outputs == self.request.params.max_tokens else None
 
     @property
     def is_seated(self) -> bool:
