@@ -24,13 +24,15 @@ help: ## list the targets
 demo: $(VENV)/.core $(MODEL) ## one mixed batch: the base model and several adapters answer at once
 	$(BIN)/python examples/demo.py
 
-# One pytest process with at most two torch threads: tests/conftest.py says so to torch and numpy, unless OMP_NUM_THREADS
-# is set (`OMP_NUM_THREADS=1 make test` when something else is running: threads that compete for a core are many times slower).
+# Two pytest processes of one torch thread each, a file to a process: small operations gain nothing from a second thread, and
+# threads that compete for a core are many times slower. Plain `pytest` runs one process (tests/conftest.py sets its threads).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.dev $(MODEL) ## the tests, in minutes; needs no GPU
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-long: $(VENV)/.dev $(MODEL) ## all tests that need no GPU, with long state machines and sweeps
-	$(BIN)/python -m pytest -m "not gpu" --hypothesis-profile=long --timeout=3600
+	$(PYTEST) -m "not gpu" --hypothesis-profile=long --timeout=3600
 
 check: check-format check-lint check-types ## formatting, lint and types
 check-format: $(VENV)/.dev
