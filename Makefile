@@ -1,11 +1,12 @@
 # Everything a contributor runs. `make help` lists it.
 #
-# .venv is made on first use. Two stamps say what is in it: .core (what the demo needs) and .dev (tests, checks, benchmarks);
-# both are redone when pyproject.toml or constraints.txt changes.
+# .venv is made on first use. Three stamps say what is in it: .core (what the demo needs), .server and .dev (tests, checks,
+# benchmarks); they are redone when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PORT   := 8000
 MODEL  := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 # Read by every pip call below and by those that pip makes itself for a build environment: no call can pick another torch.
@@ -16,13 +17,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check check-format check-lint check-types format bench-cpu model clean
+.PHONY: help demo test test-long check check-format check-lint check-types format bench-cpu model serve clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z][a-z-]*):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.core $(MODEL) ## one mixed batch: the base model and several adapters answer at once
 	$(BIN)/python examples/demo.py
+
+serve: $(VENV)/.server $(MODEL) ## an OpenAI server on localhost: the built-in model and the example adapters
+	@printf '%s\n' '' 'When it says "ready", from another terminal (a model is any folder of examples/adapters, too):' '' \
+	  "  curl http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\" \
+	  "    -d '{\"model\": \"pirate\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the sea?\"}], \"max_tokens\": 32}'" ''
+	$(BIN)/interleaf serve $(MODEL) --adapters-dir examples/adapters --port $(PORT)
 
 # Two pytest processes of one torch thread each, a file to a process: small operations gain nothing from a second thread, and
 # threads that compete for a core are many times slower. Plain `pytest` runs one process (tests/conftest.py sets its threads).
@@ -63,6 +70,10 @@ $(VENV)/.made:
 
 $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(VENV)/.server: $(VENV)/.core
+	$(BIN)/python -m pip install -e '.[server]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

@@ -1,10 +1,13 @@
-"""The command line: `interleaf generate` and `interleaf adapters check`. Parses and prints; the rooms below work."""
+"""The command line: `interleaf serve`, `generate` and `adapters check`. Parses and prints; the rooms below work."""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from interleaf.errors import InterleafError
+from interleaf.server.options import OPTIONS, Kind, shown_default
 
 app = typer.Typer(
     help="Serve thousands of LoRA adapters from one base model.",
@@ -57,7 +61,7 @@ def generate(
     from interleaf.engine.llm import LLM
 
     with _errors_as_messages():
-        sources = dict(_name_and_path(text) for text in adapter or [])
+        sources = _names_and_paths(adapter or [])
         names: list[str | None] = [None if name == "base" else name for name in use or ["base", *sources]]
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
@@ -86,6 +90,79 @@ def generate(
             failed = failed or output.error is not None
         if failed:
             raise typer.Exit(1)
+
+
+def _serve(**given: Any) -> None:
+    """Serve a model and its adapters over HTTP, as OpenAI's API does: an adapter's name is a `model`.
+
+    On this machine only:
+
+    interleaf serve models/SmolLM2-135M-Instruct.Q4_1.gguf --adapter pirate=examples/adapters/pirate
+
+    To others: set INTERLEAF_API_KEY, and --host 0.0.0.0.
+
+    Every option can also stand in a TOML file (--config interleaf.toml, there `max_num_seqs = 32`) and in the
+    environment (INTERLEAF_MAX_NUM_SEQS=32). An option wins over the environment, and that over the file; what is
+    unknown is refused. docs/operate.md is the operator's page.
+    """
+    from interleaf.server.settings import load_settings
+
+    with _errors_as_messages(), ExitStack() as loading:
+        settings = load_settings(given, os.environ, given.pop("config"))
+
+        from interleaf.server.logs import configure_logging  # slow to import: after what may be wrong with the settings
+        from interleaf.server.start import serve, warnings
+
+        configure_logging(settings.server.log_format, settings.server.log_level)
+        logger = logging.getLogger("interleaf")
+        for warning in warnings(settings.server):
+            logger.warning(warning)
+        progress = loading.enter_context(_progress())
+
+        def ready(url: str) -> None:
+            loading.close()
+            logger.info("ready: %s answers at %s/v1, adapters by their names", settings.server.name, url)
+
+        code = serve(settings, progress, ready)
+    raise typer.Exit(code)
+
+
+def _serve_signature() -> inspect.Signature:
+    """The parameters of `serve`: one for each setting, all optional, so that what is not given can be told apart."""
+    file = typer.Option(help="A TOML file with settings.", metavar="FILE", rich_help_panel="Model")
+    parameters = [
+        inspect.Parameter(
+            "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, file]
+        )
+    ]
+    for option in OPTIONS:
+        default = shown_default(option)
+        text = option.help + (f" [default: {default}]" if default else "")
+        kind: Any
+        if option.name == "model":
+            hint: Any = typer.Argument(help=text, metavar="MODEL", show_default=False)
+            kind = str | None
+        elif option.kind is Kind.SWITCH:
+            hint = typer.Option(
+                f"{option.flag}/--no-{option.flag[2:]}", help=text, rich_help_panel=option.group, show_default=False
+            )
+            kind = bool | None
+        else:
+            metavar = option.kind.value.removesuffix(" ...")
+            hint = typer.Option(
+                option.flag, help=text, metavar=metavar, rich_help_panel=option.group, show_default=False
+            )
+            scalar = {Kind.WHOLE: int, Kind.SECONDS: float}.get(option.kind, str)
+            kind = (list[str] if option.kind.is_many else scalar) | None
+        annotation = Annotated[kind, hint]
+        parameters.append(
+            inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    return inspect.Signature(parameters)
+
+
+_serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]
+app.command("serve")(_serve)
 
 
 @adapters_app.command("check")
@@ -127,7 +204,8 @@ def _errors_as_messages() -> Iterator[None]:
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error for each thing that loads."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def update(what: str, done: int, total: int) -> None:
@@ -138,11 +216,19 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield update
 
 
-def _name_and_path(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not separator or not name or not path:
-        raise typer.BadParameter(f"--adapter must be NAME=PATH, got {text!r}")
-    return name, path
+def _names_and_paths(texts: list[str]) -> dict[str, str]:
+    """Adapters by name, from NAME=PATH texts."""
+    sources: dict[str, str] = {}
+    for text in texts:
+        name, separator, path = text.partition("=")
+        if not separator or not name or not path:
+            raise typer.BadParameter(f"--adapter must be NAME=PATH, got {text!r}")
+        if name == "base":
+            raise typer.BadParameter("--adapter base=...: `base` is the name of the base model")
+        if name in sources:
+            raise typer.BadParameter(f"--adapter names {name!r} twice: {sources[name]!r} and {path!r}")
+        sources[name] = path
+    return sources
 
 
 def main() -> None:

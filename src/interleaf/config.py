@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from interleaf.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
 PAGE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+_LIMITS = {"max_batch_tokens": 2**20, "max_num_seqs": 2**16, "max_model_len": 2**31}
+"""Beyond these a value is a slip of the finger: tables of that size would not fit a machine."""
 
 
 def parse_bytes(name: str, value: int | str) -> int:
@@ -31,7 +36,10 @@ def parse_bytes(name: str, value: int | str) -> int:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ConfigError(f'{name} must be a size such as "512MiB" or "2GB", got {value!r}')
-        value = int(float(match[1]) * unit)
+        try:
+            value = int(float(match[1]) * unit)
+        except OverflowError:
+            raise ConfigError(f"{name} is beyond every machine: {match[0][:20]}...") from None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(f"{name} must be a positive number of bytes, got {value!r}")
     return value
@@ -77,14 +85,18 @@ class EngineConfig:
             raise ConfigError(f'device must be "cpu", got {self.device!r}')
         for name in ("memory", "adapter_host_memory"):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
-        if self.page_tokens not in PAGE_TOKENS:
+        if isinstance(self.page_tokens, bool | float) or self.page_tokens not in PAGE_TOKENS:
             raise ConfigError(f"page_tokens must be one of {', '.join(map(str, PAGE_TOKENS))}, got {self.page_tokens}")
         for name in ("max_batch_tokens", "max_num_seqs", "max_model_len"):
             value = getattr(self, name)
             if name == "max_model_len" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LIMITS[name]:
+                raise ConfigError(f"{name} must be a whole number from 1 to {_LIMITS[name]}, got {value!r}")
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap must be true or false, got {self.overlap!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if self.max_batch_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens={self.max_batch_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -105,7 +117,126 @@ class EngineConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ConfigError(f"unknown setting {key!r}{hint}")
+                raise ConfigError(unknown_setting(key, known))
         return cls(**settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What is served, to whom, and within which limits. `interleaf serve --help` describes every field.
+
+    Attributes:
+        adapters: (name, path) of the adapters that must load before the port opens.
+        api_key: any one of these opens the server; none means that everybody who reaches the port is served.
+        exit_after: seconds from the engine's death to the exit; None keeps answering 503 until stopped.
+
+    Raises: ConfigError: a value is out of range.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+
+    adapters: tuple[tuple[str, str], ...] = ()
+    adapters_dir: str | None = None
+    allow_adapter_root: tuple[str, ...] = ()
+    allow_runtime_loading: bool = False
+    allow_dummy_adapters: bool = False
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_workers: int = 1
+    api_key: tuple[str, ...] = ()
+    protect_metrics: bool = False
+    cors_origin: tuple[str, ...] = ()
+
+    max_waiting: int = 256
+    max_connections: int = 1024
+    max_body_bytes: int | str = "4MiB"
+    max_header_bytes: int | str = "32KiB"
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    keep_alive: float = 30.0
+    drain_timeout: float = 30.0
+    exit_after: float | None = None
+    slab_dir: str | None = None
+
+    log_format: LogFormat = "console"
+    log_level: LogLevel = "info"
+    metrics_adapters: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("model", "host"):
+            _require(isinstance(getattr(self, name), str) and getattr(self, name), name, "a text", getattr(self, name))
+        for name in ("served_model_name", "tokenizer", "adapters_dir", "slab_dir"):
+            value = getattr(self, name)
+            _require(value is None or (isinstance(value, str) and value), name, "a text that is not empty", value)
+        for name in ("allow_adapter_root", "api_key", "cors_origin"):
+            values = getattr(self, name)
+            whole = isinstance(values, list | tuple) and all(isinstance(value, str) and value for value in values)
+            shown = "something else" if name == "api_key" else values  # a key is never printed
+            _require(whole, name, "a list of texts that are not empty", shown)
+            object.__setattr__(self, name, tuple(values))
+        object.__setattr__(self, "adapters", _pairs(self.adapters))
+        for name in ("allow_runtime_loading", "allow_dummy_adapters", "protect_metrics"):
+            _require(isinstance(getattr(self, name), bool), name, "true or false", getattr(self, name))
+        for name, low, high in (
+            ("port", 0, 65535), ("api_workers", 1, 64), ("max_waiting", 1, 10**6), ("max_connections", 1, 10**6),
+            ("metrics_adapters", 0, 10**4),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+            _require(whole, name, f"a whole number from {low} to {high}", value)
+        for name in ("max_body_bytes", "max_header_bytes"):
+            object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+        for name in ("header_timeout", "body_timeout", "keep_alive", "drain_timeout", "exit_after"):
+            value = getattr(self, name)
+            if name == "exit_after" and value is None:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 86400
+            _require(number, name, "a number of seconds from 0 to 86400", value)
+        for name, allowed in (("log_format", LogFormat), ("log_level", LogLevel)):
+            choices = allowed.__args__  # type: ignore[attr-defined]
+            _require(getattr(self, name) in choices, name, f"one of {', '.join(choices)}", getattr(self, name))
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of a request's body at most."""
+        return parse_bytes("max_body_bytes", self.max_body_bytes)
+
+    @property
+    def max_header(self) -> int:
+        """Bytes of a request's line and headers at most."""
+        return parse_bytes("max_header_bytes", self.max_header_bytes)
+
+    @property
+    def name(self) -> str:
+        """The name under which the base model is served."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return PurePath(self.model).name.removesuffix(".gguf") or self.model
+
+
+def unknown_setting(key: str, known: Sequence[str]) -> str:
+    """Say that `key` is unknown, and name the nearest known one."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
+
+
+def _require(holds: object, name: str, wanted: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _pairs(adapters: object) -> tuple[tuple[str, str], ...]:
+    """(name, path) pairs, each name once."""
+    found: dict[str, str] = {}
+    items = adapters.items() if isinstance(adapters, Mapping) else adapters
+    _require(isinstance(items, Iterable) and not isinstance(items, str), "adapters", "a table of name = path", adapters)
+    for pair in items:  # type: ignore[attr-defined]
+        whole = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) and text for text in pair)
+        _require(whole, "adapters", "pairs of a name and a path", pair)
+        if pair[0] in found:
+            raise ConfigError(f"adapters names {pair[0]!r} twice: {found[pair[0]]!r} and {pair[1]!r}")
+        found[pair[0]] = pair[1]
+    return tuple(found.items())

@@ -39,6 +39,8 @@ def test_generate_answers_with_the_base_model_and_every_adapter(smollm2_gguf: Pa
     [
         (["--adapter", "nonsense"], "--adapter must be NAME=PATH, got 'nonsense'"),
         (["--adapter", "x=nowhere"], "nowhere"),
+        (["--adapter", "base=somewhere"], "`base` is the name of the base model"),
+        (["--adapter", "x=a", "--adapter", "x=b"], "--adapter names 'x' twice: 'a' and 'b'"),
         (["--temperature", "-1"], "temperature must be"),
         (["--max-tokens", "0"], "max_tokens must be"),
         (["--memory", "1KiB"], "needs 16 pages and the pool has 0"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from interleaf.errors import (
     AdapterRejected,
     CheckpointError,
     ConfigError,
+    EngineDead,
     InterleafError,
     PoolTooSmall,
     RequestRejected,
@@ -142,6 +145,10 @@ def test_a_stop_string_cuts_the_text_and_frees_the_sequence(chat: LLM) -> None:
         ([[1], [2]], GREEDY, ["a"], r"adapter: 1 given for 2 prompts"),
         ([[1]], GREEDY, 5, r"adapter must be one value or a list"),
         ([[1]], "hot", None, r"params must be one value or a list"),
+        ([[1]], [], None, r"params: 0 given for 1 prompts"),
+        ([[1]], {}, None, r"params must be one value or a list"),
+        (b"text", GREEDY, None, r"prompts must be .*, got b'text'"),
+        ([b"text"], GREEDY, None, r"prompt 0 must be .*, got b'text'"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name(
@@ -169,6 +176,37 @@ def test_one_bad_prompt_starts_none_of_the_others(llm: LLM) -> None:
     with pytest.raises(RequestRejected):
         llm.generate([[1], [2], [VOCAB + 5]], GREEDY)
     assert llm.stats().steps == steps
+
+
+def generate_for_ever(llm: LLM) -> None:
+    while True:
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=200, ignore_eos=True), ["a", None])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.05])
+def test_ctrl_c_at_any_moment_leaves_an_engine_that_answers(folder: Path, overlap: bool, delay_s: float) -> None:
+    with LLM(folder, memory="8MiB", seed=0, overlap=overlap, adapters={"a": DUMMY.format(1)}) as llm:
+        expected = llm.generate([1, 2, 3], GREEDY, "a")
+        timer = threading.Timer(delay_s, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate_for_ever(llm)
+        timer.join()
+        assert llm.generate([1, 2, 3], GREEDY, "a") == expected
+        assert llm.stats().pool.kv_pages == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_closed_engine_refuses_everything(folder: Path) -> None:
+    for overlap in (True, False):
+        llm = LLM(folder, memory="8MiB", overlap=overlap)
+        llm.close()
+        llm.close()
+        with pytest.raises(EngineDead, match="closed"):
+            llm.generate([1], GREEDY)
+        with pytest.raises(EngineDead, match="closed"):
+            llm.add_adapter("a", DUMMY.format(1))
 
 
 def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +277,39 @@ def test_an_adapter_whose_folder_has_vanished_or_changed_fails_its_requests_only
         assert llm.stats().pool.kv_pages == 0
 
 
+def test_contents_under_two_names_live_on_when_one_name_and_its_folder_go(folder: Path, tmp_path: Path) -> None:
+    original = save_adapter(make_model("llama3"), next(iter(recipes(3).values())), tmp_path / "a", 1)
+    with LLM(folder, memory="8MiB", adapter_host_memory=1, seed=0, adapters={"a": original}) as llm:
+        expected = llm.generate([1, 2, 3], GREEDY, "a")[0].outputs
+        for first, second in (("b", "a"), ("a", "b")):  # either of the two folders may be the one that stays
+            copy = tmp_path / "copy"
+            shutil.copytree(original, copy)
+            llm.add_adapter("b", copy)
+            with pytest.raises(AdapterNameTaken):
+                llm.add_adapter("a", DUMMY.format(1))
+            gone = copy if first == "b" else original
+            llm.remove_adapter(first)
+            shutil.move(gone, tmp_path / "away")
+            # Another adapter takes the place in host memory, and the pool forgets this one.
+            llm.parts.residency.make_room(llm.stats().pool.total_pages)
+            llm.add_adapter("other", DUMMY.format(3))
+            assert llm.generate([1, 2, 3], GREEDY, second)[0].outputs == expected
+            llm.remove_adapter("other")
+            shutil.move(tmp_path / "away", gone)
+            shutil.rmtree(copy) if first == "b" else None
+
+
+def test_a_fetch_that_nobody_waits_for_any_more_does_not_hold_up_the_next(folder: Path) -> None:
+    names = {name: DUMMY.format(seed) for seed, name in enumerate("abc")}
+    with LLM(folder, memory="8MiB", adapter_host_memory=1, seed=0, adapters=names) as llm:
+        client = llm._client
+        for _ in range(3):
+            request = client.submit([1, 2], GREEDY, "a")
+            client.poll()
+            client.abort(request)
+            assert llm.generate([1, 2], GREEDY, "b")[0].error is None
+
+
 # ---------------------------------------------------------------- engines that do not start
 
 
@@ -255,6 +326,9 @@ def test_an_adapter_whose_folder_has_vanished_or_changed_fails_its_requests_only
         ({"page_tokens": 5}, ConfigError, r"page_tokens must be one of"),
         ({"pagetokens": 4}, ConfigError, r"unknown setting 'pagetokens'; did you mean 'page_tokens'"),
         ({"adapters": {"x": "nowhere"}}, AdapterRejected, "nowhere"),
+        ({"adapters": {"x": None}}, AdapterRejected, "x: its source must be a path or a text, got None"),
+        ({"adapters": ["x"]}, ConfigError, r"adapters must be a mapping of names to paths, got \['x'\]"),
+        ({"memory": "900TiB"}, ConfigError, r"memory=\d+ bytes cannot be had on cpu"),
     ],
 )
 def test_an_engine_that_could_not_serve_does_not_start(

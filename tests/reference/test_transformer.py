@@ -58,6 +58,17 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(family, page_tokens):
     check(torch.cat(parts), expected_logits(model, ids))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8])
+def test_chunks_of_every_size_and_remainder_equal_the_whole_prompt(family, chunk):
+    """Lengths from 1 leave every remainder, one row included: a row that sees others but no row behind it."""
+    model, ours = family
+    for length in range(1, 14):
+        ids = tokens(length, length)
+        pooled = PooledModel(ours)
+        parts = [pooled.step(chunks=[(0, ids[a : a + chunk])]) for a in range(0, length, chunk)]
+        check(torch.cat(parts), expected_logits(model, ids))
+
+
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 def test_prompt_rows_and_decode_rows_of_one_batch_do_not_mix(family, page_tokens):
     model, ours = family

@@ -87,6 +87,22 @@ def test_an_expression_that_takes_exponential_time_is_refused(tmp_path, monkeypa
     assert any("target_modules" in p and "of matching" in p for p in problems), problems
 
 
+@pytest.mark.parametrize("depth", [11, 26, 200])
+def test_an_expression_that_takes_exponential_time_to_compile_is_refused(tmp_path, depth):
+    draft = Draft()
+    draft.config["target_modules"] = "(?:" * depth + "q_proj" + ")+" * depth
+    problems = problems_of(draft.write(tmp_path))
+    assert any("target_modules" in p and "nested more than 10 deep" in p for p in problems), problems
+
+
+def test_many_cheap_patterns_spend_the_same_time_as_one_dear_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("interleaf.adapters.peft_targets._MAX_MATCHING_S", 0.0)
+    draft = Draft()
+    draft.config["rank_pattern"] = {f"layers.{i}.nowhere": 4 for i in range(100)}
+    problems = problems_of(draft.write(tmp_path))
+    assert any("of matching" in p for p in problems), problems
+
+
 def test_a_pickle_beside_safetensors_is_never_opened(tmp_path):
     Draft().write(tmp_path)
     (tmp_path / "adapter_model.bin").mkdir()

@@ -12,7 +12,7 @@ from interleaf.errors import InvalidSamplingParams, RequestRejected
         ("n", [0, -1, 129, 1.5, True, "2", None]),
         ("max_tokens", [0, -1, 2.0, None, "many"]),
         ("min_tokens", [-1, 0.5, None]),
-        ("temperature", [-0.1, 101, float("nan"), float("inf"), "hot", None, True]),
+        ("temperature", [-0.1, 101, float("nan"), float("inf"), "hot", None, True, 10**400]),
         ("top_k", [-1, 1.5, None]),
         ("top_p", [0, -0.5, 1.01, float("nan"), None]),
         ("min_p", [-0.01, 1.01, float("nan"), None]),

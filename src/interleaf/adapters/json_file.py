@@ -23,13 +23,13 @@ def regular_size(path: Path) -> int:
         status = path.stat()
     except FileNotFoundError:
         what = "is a link to a file that does not exist" if path.is_symlink() else "is missing"
-        raise Unreadable(f"{path.name} {what}") from None
+        raise Unreadable(f"{_name(path)} {what}") from None
     except (OSError, ValueError) as error:
         raise Unreadable(f"{shown(path.name)} cannot be read: {_reason(error)}") from None
     if stat.S_ISDIR(status.st_mode):
-        raise Unreadable(f"{path.name} is a folder, not a file")
+        raise Unreadable(f"{_name(path)} is a folder, not a file")
     if not stat.S_ISREG(status.st_mode):
-        raise Unreadable(f"{path.name} is not a regular file")
+        raise Unreadable(f"{_name(path)} is not a regular file")
     return status.st_size
 
 
@@ -79,3 +79,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _name(path: Path) -> str:
+    """A file's name for a message; a stranger's may hold control characters."""
+    return path.name if path.name.isprintable() else shown(path.name)

@@ -12,9 +12,9 @@ import torch
 from interleaf.adapters.json_file import Unreadable
 from interleaf.adapters.parsed import AdapterSummary, LoraPair, ModuleAt, ParsedAdapter, digest
 from interleaf.adapters.peft_config import PeftConfig, read_config
+from interleaf.adapters.peft_files import open_weights
 from interleaf.adapters.peft_keys import Half, parse_key, why_unsupported
 from interleaf.adapters.peft_targets import PatternError, Targets, module_name
-from interleaf.adapters.peft_files import open_weights
 from interleaf.adapters.problems import Problems, shown
 from interleaf.adapters.safetensors_file import TORCH_DTYPES, SafetensorsFile
 from interleaf.core import ModelSpec, Module

@@ -27,11 +27,13 @@ _MAX_MATCHING_S = 10.0
 """Seconds for all matching of one adapter: expressions come from strangers, and some take exponential time.
 
 `re` cannot be interrupted. The `regex` package can, and reads what `re` accepts as `re` does; but it writes counted
-repetitions out when it compiles, so those are limited, and so is the length.
+repetitions out when it compiles, and takes time exponential in the depth of nested ones, so those are limited, and so
+is the length.
 """
 
 _MAX_PATTERN_CHARS = 10_000
 _MAX_REPEATS = 1000
+_MAX_DEPTH = 10
 _COUNTED = re.compile(r"\{([0-9]*),?([0-9]*)\}")
 
 
@@ -117,6 +119,8 @@ class Targets:
         """Match a config's pattern, as a part of what PEFT makes of it, against a name."""
         expression = inside.replace("%s", pattern)
         try:
+            if time.monotonic() > self._until_s:
+                raise TimeoutError
             if expression not in self._compiled:
                 self._compiled[expression] = _compile(expression)
             compiled = self._compiled[expression]
@@ -138,5 +142,16 @@ def _compile(expression: str) -> Any:
         repeats *= max([1, *(int(count[:9]) for count in match.groups() if count)])
         if repeats > _MAX_REPEATS:
             raise ValueError(f"its counts multiply to more than {_MAX_REPEATS} repetitions")
+    if _depth(expression) > _MAX_DEPTH:
+        raise ValueError(f"its groups are nested more than {_MAX_DEPTH} deep")
     re.compile(expression)
     return regex.compile(expression, regex.VERSION0, cache_pattern=False)
+
+
+def _depth(expression: str) -> int:
+    """How deep parentheses are nested. Escaped ones are left out, those in character sets are not."""
+    depth = deepest = 0
+    for char in re.sub(r"\\.", "", expression):
+        depth += (char == "(") - (char == ")" and depth > 0)
+        deepest = max(deepest, depth)
+    return deepest

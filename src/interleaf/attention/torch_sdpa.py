@@ -108,6 +108,7 @@ class TorchSdpa:
             count=count,
             blocks=blocks,
             length=len(seen),
+            is_causal=is_causal,
             mask=None if is_causal else self._mask(hidden),
         )
 
@@ -178,7 +179,9 @@ class _Prefill:
     Attributes:
         blocks: [2 * chunks * pages].
         length: slots of a sequence that are looked at; all of them have been written.
-        mask: [count, length]; None: causal from the sequence's first token on.
+        is_causal: the chunk begins its sequence, and each row sees the rows before it and itself; there is no mask.
+        mask: [count, length]; None: nothing else is hidden. (A single row behind others sees all of them: torch's
+            `is_causal` would show it the first only.)
     """
 
     first_row: int
@@ -186,6 +189,7 @@ class _Prefill:
     count: int
     blocks: torch.Tensor
     length: int
+    is_causal: bool
     mask: torch.Tensor | None
 
     def attend(self, q: torch.Tensor, pool: torch.Tensor, kv_heads: int, out: torch.Tensor) -> None:
@@ -193,7 +197,7 @@ class _Prefill:
         own = q[rows].view(self.num_chunks, self.count, *q.shape[1:]).transpose(1, 2)
         keys, values = _halves(pool.index_select(0, self.blocks), self.num_chunks, kv_heads, q.shape[2], self.length)
         found = scaled_dot_product_attention(
-            own, keys, values, self.mask, is_causal=self.mask is None, enable_gqa=own.shape[1] != kv_heads
+            own, keys, values, self.mask, is_causal=self.is_causal, enable_gqa=own.shape[1] != kv_heads
         )
         out[rows].view(self.num_chunks, self.count, *q.shape[1:]).copy_(found.transpose(1, 2))
 

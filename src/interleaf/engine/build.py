@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from interleaf.adapters.copy import AdapterCopier
+from interleaf.adapters.host_tier import HostTier
 from interleaf.adapters.image import require_tile
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.residency import Residency
@@ -46,7 +47,7 @@ class EngineParts:
     allocator: PageAllocator
     residency: Residency
     registry: Registry
-    store: AdapterStore
+    store: HostTier
     scheduler: Scheduler
     runner: TorchRunner
     engine: Engine
@@ -76,9 +77,15 @@ def page_geometry(shard: Shard, page_tokens: int, dtype: torch.dtype) -> PageGeo
 
 
 def build_engine(
-    model: str, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None
+    model: str,
+    config: EngineConfig,
+    progress: Callable[[str, int, int], None] | None = None,
+    make_store: Callable[[PageGeometry, torch.dtype], HostTier] | None = None,
 ) -> EngineParts:
     """Everything up to the first request.
+
+    Args:
+        make_store: makes another host tier than one that reads adapters in this process.
 
     Raises: ConfigError, ModelRejected, CheckpointError; PoolTooSmall: the longest sequence does not fit.
     """
@@ -96,12 +103,19 @@ def build_engine(
     finally:
         checkpoint.close()
 
-    pool = PagePool(geometry, num_pages, dtype, config.device)
+    try:
+        pool = PagePool(geometry, num_pages, dtype, config.device)
+    except RuntimeError as error:  # torch's word for an allocation that failed
+        raise ConfigError(f"memory={config.memory_bytes} bytes cannot be had on {config.device}: {error}") from error
     allocator = PageAllocator(num_pages)
     residency = Residency(allocator, Lru())
     # One torch thread: laying out an adapter must not take the cores from the step that runs meanwhile.
     fetcher = ThreadPoolExecutor(1, "adapter-fetch", torch.set_num_threads, (1,))
-    store = AdapterStore(spec, shard, geometry, dtype, config.adapter_host_memory_bytes, fetcher)
+    store: HostTier
+    if make_store is None:
+        store = AdapterStore(spec, shard, geometry, dtype, config.adapter_host_memory_bytes, fetcher)
+    else:
+        store = make_store(geometry, dtype)
     scheduler = Scheduler(
         geometry=geometry,
         allocator=allocator,
@@ -154,7 +168,8 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, geometry: PageGeometry
             f"a page holds {geometry.page_tokens} tokens and takes {geometry.page_bytes} bytes ({geometry.num_layers} "
             f"layers x 2 x {geometry.page_tokens} tokens x {geometry.num_kv_heads} KV heads x {geometry.head_dim} x "
             f"{geometry.itemsize_bytes} bytes), memory is {config.memory_bytes} bytes; give at least "
-            f"{needed * geometry.page_bytes} bytes, or a max_model_len of {num_pages * geometry.page_tokens} at most",
+            f"{needed * geometry.page_bytes} bytes"
+            + (f", or a max_model_len of {num_pages * geometry.page_tokens} at most" if num_pages else ""),
         )
     return longest
 

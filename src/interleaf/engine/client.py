@@ -59,6 +59,21 @@ class EngineClient(Protocol):
         """End every request and release everything."""
 
 
+def check_request(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    """Whether a model can be asked this. Raises: RequestRejected: it names the limit and the value."""
+    if not prompt_token_ids:
+        raise RequestRejected("the prompt has no tokens, at least 1 is needed")
+    if len(prompt_token_ids) + params.max_tokens > max_model_len:
+        raise RequestRejected(
+            f"prompt of {len(prompt_token_ids)} tokens + max_tokens={params.max_tokens} is over the limit of "
+            f"max_model_len={max_model_len} tokens"
+        )
+    for what, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise RequestRejected(f"{what}: token id {token!r} is not from 0 to {vocab_size - 1}")
+
+
 class InProcessClient:
     """An engine in the caller's thread: `poll` runs one step. Not thread-safe."""
 
@@ -85,28 +100,25 @@ class InProcessClient:
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
-        vocab = self._parts.spec.vocab_size
-        longest = self._parts.max_model_len
-        if not prompt_token_ids:
-            raise RequestRejected("the prompt has no tokens, at least 1 is needed")
-        if len(prompt_token_ids) + params.max_tokens > longest:
-            raise RequestRejected(
-                f"prompt of {len(prompt_token_ids)} tokens + max_tokens={params.max_tokens} is over the limit of "
-                f"max_model_len={longest} tokens"
-            )
-        for what, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                    raise RequestRejected(f"{what}: token id {token!r} is not from 0 to {vocab - 1}")
+        check_request(prompt_token_ids, params, self._parts.spec.vocab_size, self._parts.max_model_len)
         if adapter is not None:
             self._parts.registry.uid(adapter)
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> str:
-        """Accept a request. Returns: its id. Raises: RequestRejected, AdapterNotFound, EngineDead."""
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        request_id: str | None = None,
+    ) -> str:
+        """Accept a request, under an id of the caller's choice that no open one has, if any is given.
+
+        Returns: its id. Raises: RequestRejected, AdapterNotFound, EngineDead.
+        """
         self.check(prompt_token_ids, params, adapter)
         uid = None if adapter is None else self._parts.registry.acquire(adapter)
         request = Request(
-            id=f"request-{self._num_submitted}",
+            id=request_id or f"request-{self._num_submitted}",
             prompt_token_ids=tuple(prompt_token_ids),
             params=params,
             adapter=uid,
@@ -149,6 +161,7 @@ class InProcessClient:
         Raises: AdapterRejected, AdapterNameTaken; PoolTooSmall: it would not fit beside the longest sequence.
         """
         parts = self._parts
+        parts.engine.require_alive()
         parts.registry.check_name(name)
         uid = parts.store.add(source)
         try:

@@ -81,9 +81,13 @@ class Engine:
 
         Raises: EngineDead: the step loop has failed.
         """
+        self.require_alive()
+        self._scheduler.add(request, stop_ids, seed)
+
+    def require_alive(self) -> None:
+        """Raises: EngineDead: the step loop has failed, or the engine was closed."""
         if self._failure is not None:
             raise EngineDead(f"the engine has stopped: {self._failure!r}") from self._failure
-        self._scheduler.add(request, stop_ids, seed)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences. Unknown and ended ones are left alone."""
@@ -102,7 +106,8 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """End every request and release the runner. Returns after the last launched step."""
+        """End every request, refuse new ones and release the runner. Returns after the last launched step."""
+        self._failure = self._failure or EngineDead("it was closed")
         self._in_flight.clear()
         self._scheduler.fail_all("the engine was closed")
         self._runner.close()
@@ -118,5 +123,7 @@ class Engine:
         self.is_stalled = plan is None and not self._in_flight
         # When nothing was planned, everything that is left to do hangs on what is in flight.
         while len(self._in_flight) > self._lookahead or (plan is None and self._in_flight):
-            launched, handle = self._in_flight.popleft()
-            self._scheduler.commit(launched, handle.result())
+            launched, handle = self._in_flight[0]
+            result = handle.result()  # an interrupt while waiting leaves the step where it is
+            self._in_flight.popleft()
+            self._scheduler.commit(launched, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -11,9 +12,10 @@ from interleaf.config import EngineConfig
 from interleaf.core import RequestFailed, SamplingParams, TokenEvent
 from interleaf.engine.build import EngineParts, build_engine
 from interleaf.engine.client import InProcessClient
+from interleaf.engine.interrupts import InterruptsBetweenSteps
 from interleaf.engine.output import Completion, RequestOutput
 from interleaf.engine.tokenizer import Tokenizer, load_tokenizer
-from interleaf.errors import RequestRejected
+from interleaf.errors import AdapterRejected, ConfigError, RequestRejected
 from interleaf.stats import EngineStats
 
 Message = Mapping[str, Any]
@@ -52,6 +54,8 @@ class LLM:
         **settings: Any,
     ) -> None:
         config = EngineConfig.from_mapping(settings)
+        if adapters is not None and not isinstance(adapters, Mapping):
+            raise ConfigError(f"adapters must be a mapping of names to paths, got {adapters!r}")
         self._tokenizer = load_tokenizer(os.fspath(tokenizer if tokenizer is not None else model))
         self._parts = build_engine(os.fspath(model), config, progress)
         self._client = InProcessClient(self._parts)
@@ -80,6 +84,8 @@ class LLM:
 
     def add_adapter(self, name: str, source: str | os.PathLike[str]) -> None:
         """Register an adapter. Raises: AdapterRejected, AdapterNameTaken, PoolTooSmall; nothing changes then."""
+        if not isinstance(source, str | os.PathLike):
+            raise AdapterRejected(str(name), [f"its source must be a path or a text, got {source!r}"])
         self._client.add_adapter(name, os.fspath(source))
 
     def remove_adapter(self, name: str) -> None:
@@ -109,7 +115,7 @@ class LLM:
         Raises: RequestRejected, AdapterNotFound: for any of the prompts; then none has been started.
         """
         listed = _as_prompts(prompts)
-        each_params = _one_each("params", params or SamplingParams(), len(listed), SamplingParams)
+        each_params = _one_each("params", SamplingParams() if params is None else params, len(listed), SamplingParams)
         each_adapter = _one_each("adapter", adapter, len(listed), (str, type(None)))
         token_ids = [self._encode(prompt) for prompt in listed]
         for position, request in enumerate(zip(token_ids, each_params, each_adapter, strict=True)):
@@ -122,16 +128,17 @@ class LLM:
 
         requests: dict[str, list[Completion]] = {}
         errors: dict[str, str] = {}
-        try:
-            for request in zip(token_ids, each_params, each_adapter, strict=True):
-                id_ = self._client.submit(*request)
-                requests[id_] = [self._completion(index, request[1]) for index in range(request[1].n)]
-            self._run(requests, errors)
-        except BaseException:  # an interrupt from the keyboard, too, leaves nothing running
-            for id_ in requests:
-                self._client.abort(id_)
-            self._drain()
-            raise
+        with InterruptsBetweenSteps() as interrupts:
+            try:
+                for request in zip(token_ids, each_params, each_adapter, strict=True):
+                    id_ = self._client.submit(*request)
+                    requests[id_] = [self._completion(index, request[1]) for index in range(request[1].n)]
+                self._run(requests, errors, interrupts)
+            except BaseException:  # an interrupt from the keyboard, too, leaves nothing running
+                for id_ in requests:
+                    self._client.abort(id_)
+                self._drain()
+                raise
         return [
             RequestOutput(
                 prompt=prompt if isinstance(prompt, str) else None,
@@ -159,7 +166,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping)):
-            return list(prompt)  # type: ignore[arg-type]  # token ids; the client checks them one by one
+            return [_as_int(token) for token in prompt]  # token ids; the client checks them one by one
         if self._tokenizer is None:
             raise RequestRejected("the model has no tokenizer: give prompts as lists of token ids")
         if isinstance(prompt, str):
@@ -169,9 +176,12 @@ class LLM:
     def _completion(self, index: int, params: SamplingParams) -> Completion:
         return Completion(index, params, None if self._tokenizer is None else self._tokenizer.stream())
 
-    def _run(self, requests: dict[str, list[Completion]], errors: dict[str, str]) -> None:
+    def _run(
+        self, requests: dict[str, list[Completion]], errors: dict[str, str], interrupts: InterruptsBetweenSteps
+    ) -> None:
         num_open = len(requests)
         while num_open:
+            interrupts.check()
             for event in self._client.poll():
                 completions = requests.get(event.request_id)
                 if completions is None:
@@ -189,16 +199,24 @@ class LLM:
             self._client.poll()
 
 
+def _as_int(token: Any) -> Any:
+    """Whole numbers of other libraries as Python's; anything else as it is."""
+    try:
+        return token if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        return token
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestRejected(f"prompts must be a text, token ids, messages or a list of those, got {prompts!r}")
     if prompts and isinstance(prompts[0], int | Mapping):
         return [prompts]  # type: ignore[list-item]
     for position, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestRejected(f"prompt {position} must be a text, token ids or messages, got {prompt!r}")
     return list(prompts)  # type: ignore[arg-type]
 

@@ -50,16 +50,44 @@ class StopStrings:
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
-        self._reach = max(map(len, stop), default=0) - 1
 
     def find(self, text: str, num_new: int) -> tuple[int, str] | None:
         """The first match that ends in the last `num_new` characters: where it begins, and the string."""
-        begin = max(0, len(text) - num_new - self._reach)
-        found = [(at, order) for order, s in enumerate(self._stop) if (at := text.find(s, begin)) >= 0]
+        old = len(text) - num_new
+        found = [
+            (at, order) for order, s in enumerate(self._stop) if (at := text.find(s, max(0, old - len(s) + 1))) >= 0
+        ]
         if not found:
             return None
         at, order = min(found)
         return at, self._stop[order]
+
+    def held_from(self, text: str) -> int:
+        """Where the longest end of `text` that may begin a stop string begins; the text's length if there is none."""
+        held = len(text)
+        for string in self._stop:
+            at = text.find(string[0], max(0, len(text) - len(string) + 1), held)
+            while at >= 0:
+                if string.startswith(text[at:]):
+                    held = at
+                    break
+                at = text.find(string[0], at + 1, held)
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What a completion has gained since the last one was taken. All deltas joined are the `CompletionOutput`.
+
+    Attributes:
+        text: what no later token can take back. Text that may be the beginning of a stop string comes when it is known
+            not to be, so that a delta's text may lag behind its tokens.
+        logprobs: one entry per token if they were asked for, else empty.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
 
 
 @dataclass(slots=True)
@@ -68,6 +96,9 @@ class Completion:
 
     Stop strings are found here, where text is made, and not in the engine: `push` says when one was, the caller ends
     the sequence, and tokens that come later are not counted.
+
+        text  | taken | may be shown | may be the beginning of a stop string |
+              0       _num_taken_characters
     """
 
     index: int
@@ -78,6 +109,8 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    _num_taken_characters: int = 0
+    _num_taken_tokens: int = 0
 
     def push(self, event: TokenEvent) -> bool:
         """Take in a token. Returns: whether a stop string has just ended the text."""
@@ -98,6 +131,16 @@ class Completion:
         if event.stop_token in self.params.stop_token_ids:
             self.stop_reason = event.stop_token
         return self.decoder is not None and self._append(self.decoder.flush())
+
+    def take(self) -> CompletionDelta:
+        """What is new since the last call."""
+        held = len(self.text)
+        if self.finish_reason is None and self.params.stop:
+            held = StopStrings(self.params.stop).held_from(self.text)
+        text = self.text[self._num_taken_characters : held]
+        token_ids, logprobs = self.token_ids[self._num_taken_tokens :], self.logprobs[self._num_taken_tokens :]
+        self._num_taken_characters, self._num_taken_tokens = held, len(self.token_ids)
+        return CompletionDelta(text, token_ids, logprobs)
 
     def finish(self) -> CompletionOutput:
         return CompletionOutput(

@@ -22,7 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises: CheckpointError: it cannot be read, or is not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, holds a {type(value).__name__}")
@@ -32,7 +32,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with generation_config.json (if any) under the key "generation_config"."""
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: has no config.json")
+        hint = "; for a config.json alone, load_format must be dummy" if folder.is_file() else ""
+        raise CheckpointError(f"{folder}: has no config.json{hint}")
     config = read_json(folder / "config.json")
     if (folder / "generation_config.json").is_file():
         config["generation_config"] = read_json(folder / "generation_config.json")

@@ -1,0 +1,249 @@
+"""The host tier's book-keeping: images in memory within a budget. Knows no pool, and not how images are made.
+
+Two kinds of tier fill it in: `store.AdapterStore` reads and lays out adapters itself, `slabs.SlabStore` maps what
+another process has laid out.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition, RLock
+
+from interleaf.adapters.image import AdapterImage
+from interleaf.core import AdapterUid, HostState, PooledLayout
+from interleaf.errors import AdapterLoadFailed
+
+_ARRIVAL_HOLD_S = 2.0
+"""Seconds that an image which was fetched is kept for whoever sent for it, should nobody ask again."""
+
+
+@dataclass(slots=True)
+class HostEntry:
+    """One registered adapter.
+
+    Attributes:
+        sources: what its image can be made of, the first first. All held it when they were registered.
+        removed: it goes with its last pin.
+    """
+
+    sources: list[str]
+    layout: PooledLayout
+    num_bytes: int
+    image: AdapterImage | None = None
+    pins: int = 0
+    fetching: bool = False
+    held_until_s: float = 0.0
+    failure: str | None = None
+    failure_reported: bool = False
+    removed: bool = False
+
+
+class HostTier(ABC):
+    """Registered adapters of one rank. All methods may be called from any thread.
+
+    An image leaves memory, least recently used first, when the budget is exceeded; but not while it is pinned, not
+    between the answer READY and the pin that follows it, and not between its arrival and that answer. Fetches wait
+    until what must stay leaves room, so the budget is exceeded only by one adapter that is larger than all of it.
+
+    Args:
+        budget_bytes: of images in memory.
+        now: seconds, monotonic.
+    """
+
+    def __init__(self, budget_bytes: int, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._budget_bytes = budget_bytes
+        self._now = now
+        self._lock = RLock()
+        self._fetch_ended = Condition(self._lock)
+        self._entries: dict[AdapterUid, HostEntry] = {}
+        self._in_memory: OrderedDict[AdapterUid, HostEntry] = OrderedDict()  # least recently used first
+        self._used_bytes = 0
+        self._coming_bytes = 0
+        # The adapter that READY was last said of. One is enough: the scheduler pins before it asks for another.
+        self._promised: AdapterUid | None = None
+        self._closed = False
+
+    @abstractmethod
+    def add(self, source: str) -> AdapterUid:
+        """Register what `source` holds. The same contents again, from wherever, are the same adapter."""
+
+    @abstractmethod
+    def _fetch(self, uid: AdapterUid, entry: HostEntry) -> None:
+        """Have an image made again: `_arrived` will be called with it, or with why not. Does not wait."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the images in memory."""
+        return self._used_bytes
+
+    @property
+    def num_in_memory(self) -> int:
+        return len(self._in_memory)
+
+    def __len__(self) -> int:
+        """Registered adapters."""
+        return len(self._entries)
+
+    def __contains__(self, uid: object) -> bool:
+        entry = self._entries.get(AdapterUid(uid)) if isinstance(uid, str) else None
+        return entry is not None and not entry.removed
+
+    def _register(self, uid: AdapterUid, source: str, image: AdapterImage) -> None:
+        with self._lock:
+            assert not self._closed, "the store is closed"
+            entry = self._entries.get(uid)
+            if entry is None:
+                entry = HostEntry([], image.layout, image.num_bytes)
+                self._entries[uid] = entry
+            if source not in entry.sources:
+                entry.sources.append(source)
+            entry.failure, entry.removed = None, False
+            self._install(uid, entry, image)
+
+    def layout(self, uid: AdapterUid) -> PooledLayout:
+        """Where everything of a registered adapter lies."""
+        return self._entry(uid).layout
+
+    def prepare(self, uid: AdapterUid) -> HostState:
+        """Whether an adapter's image is in memory. If not, it is sent for, now or as soon as there is room for it.
+
+        Returns: READY: `pin` it before the next call, else it may leave again. FETCHING: ask again later. FAILED: it
+            could not be had, `failure` says why; said once, the next call makes a new attempt.
+        """
+        with self._lock:
+            entry = self._entry(uid)
+            self._promised = None
+            if entry.image is None and not entry.fetching and (entry.failure is None or entry.failure_reported):
+                entry.failure = None
+                if not self._has_room(entry):
+                    return HostState.FETCHING
+                entry.fetching = True
+                self._coming_bytes += entry.num_bytes
+                self._fetch(uid, entry)
+            if entry.image is not None:
+                entry.held_until_s = 0.0
+                self._promised = uid
+                self._in_memory.move_to_end(uid)
+                return HostState.READY
+            if entry.failure is not None:
+                entry.failure_reported = True
+                return HostState.FAILED
+            return HostState.FETCHING
+
+    def failure(self, uid: AdapterUid) -> str:
+        """Why the last fetch failed; empty if it did not."""
+        return self._entry(uid).failure or ""
+
+    def wait_for_fetch(self, timeout_s: float) -> None:
+        """Return when a fetch has ended, or after `timeout_s`: what waits may also wait for room."""
+        with self._lock:
+            self._fetch_ended.wait(timeout_s)
+
+    def image(self, uid: AdapterUid) -> AdapterImage:
+        """The image of an adapter that is pinned, or that `prepare` has just called READY.
+
+        Raises: AdapterLoadFailed: it is not in memory.
+        """
+        image = self._entry(uid).image
+        if image is None:
+            raise AdapterLoadFailed(uid, "its image is not in host memory")
+        return image
+
+    def pin(self, uid: AdapterUid) -> None:
+        """Keep an image in memory until `unpin`: it is being copied.
+
+        Raises: AdapterLoadFailed: it is not in memory.
+        """
+        with self._lock:
+            self.image(uid)
+            self._entry(uid).pins += 1
+
+    def unpin(self, uid: AdapterUid) -> None:
+        """Undo one `pin`."""
+        with self._lock:
+            entry = self._entry(uid)
+            assert entry.pins > 0, f"adapter {uid} is not pinned"
+            entry.pins -= 1
+            if self._promised == uid:
+                self._promised = None
+            if entry.removed and entry.pins == 0:
+                self._forget(uid)
+            self._trim()
+
+    def remove(self, uid: AdapterUid) -> None:
+        """Forget an adapter; one that is pinned goes with its last pin. Unknown adapters are ignored."""
+        with self._lock:
+            entry = self._entries.get(uid)
+            if entry is None:
+                return
+            entry.removed = True
+            if entry.pins == 0:
+                self._forget(uid)
+
+    def close(self) -> None:
+        """Forget everything; fetches under way come to nothing."""
+        with self._lock:
+            self._closed = True
+            self._entries.clear()
+            self._in_memory.clear()
+            self._used_bytes = 0
+
+    def _entry(self, uid: AdapterUid) -> HostEntry:
+        entry = self._entries.get(uid)
+        if entry is None:
+            raise AdapterLoadFailed(uid, "it is not registered")
+        return entry
+
+    def _must_stay(self, uid: AdapterUid, entry: HostEntry) -> bool:
+        return entry.pins > 0 or uid == self._promised or entry.held_until_s > self._now()
+
+    def _has_room(self, wanted: HostEntry) -> bool:
+        """Whether an image may be sent for beside all that is on its way or must stay."""
+        staying = self._coming_bytes
+        staying += sum(e.num_bytes for uid, e in self._in_memory.items() if self._must_stay(uid, e))
+        return staying == 0 or staying + wanted.num_bytes <= self._budget_bytes
+
+    def _arrived(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage | None, failure: str | None) -> None:
+        with self._lock:
+            entry.fetching = False
+            self._coming_bytes -= entry.num_bytes
+            self._fetch_ended.notify_all()
+            if self._entries.get(uid) is not entry:
+                return  # removed, or the store was closed
+            if image is not None:
+                entry.held_until_s = self._now() + _ARRIVAL_HOLD_S
+                self._install(uid, entry, image)
+            elif entry.image is None:  # else it was registered again meanwhile
+                entry.failure, entry.failure_reported = failure, False
+
+    def _install(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage) -> None:
+        """Keep an image as the most recently used one, if the budget allows."""
+        if entry.image is None:
+            entry.image = image
+            self._in_memory[uid] = entry
+            self._used_bytes += entry.num_bytes
+        self._in_memory.move_to_end(uid)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop images, least recently used first, until the budget is kept or all that are left must stay."""
+        if self._used_bytes <= self._budget_bytes:
+            return
+        for uid, entry in list(self._in_memory.items()):
+            if not self._must_stay(uid, entry):
+                self._drop(uid, entry)
+                if self._used_bytes <= self._budget_bytes:
+                    return
+
+    def _drop(self, uid: AdapterUid, entry: HostEntry) -> None:
+        if entry.image is not None:
+            entry.image = None
+            del self._in_memory[uid]
+            self._used_bytes -= entry.num_bytes
+
+    def _forget(self, uid: AdapterUid) -> None:
+        self._drop(uid, self._entries.pop(uid))

@@ -1,0 +1,338 @@
+"""`RemoteEngine`: the engine of another process behind the contract of `AsyncEngine`. Names live here, uids travel.
+
+Requests go to the engine, adapters to the publisher. This process keeps a copy of the table of names, which every
+change that the publisher tells brings up to date; a request whose adapter was withdrawn on the way is resolved again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from interleaf.core import AdapterUid, Event, RequestFailed, SamplingParams
+from interleaf.engine import messages as m
+from interleaf.engine.channel import AsyncLink
+from interleaf.engine.client import check_request
+from interleaf.engine.process import ENGINE_SOCKET
+from interleaf.engine.publisher import PUBLISHER_SOCKET
+from interleaf.engine.serving import EngineInfo, Inbox
+from interleaf.errors import AdapterNotFound, EngineDead, InterleafError
+from interleaf.stats import EngineStats
+
+_CONNECT_S = 30.0
+
+_LAST_WORDS_S = 0.5
+"""What a dying engine has sent is read before its requests are failed for it."""
+
+_FROM_ENGINE = msgspec.msgpack.Decoder(m.ToApi)
+_FROM_PUBLISHER = msgspec.msgpack.Decoder(m.FromPublisher)
+
+
+class RemoteEngine:
+    """An engine and a publisher in other processes. Its methods are called from one event loop.
+
+    Made by `connect`.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._info: EngineInfo | None = None
+        self._stopped: str | None = None  # why, once the engine has stopped
+        self._ids = itertools.count()
+        self._prefix = uuid.uuid4().hex[:12]
+        self._inboxes: dict[str, Inbox] = {}
+        self._names: dict[str, AdapterUid] = {}
+        self._version = 0
+        self._engine_calls: dict[int, asyncio.Future[Any]] = {}
+        self._publisher_calls: dict[int, asyncio.Future[Any]] = {}
+        self._engine: AsyncLink | None = None
+        self._publisher: AsyncLink | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(cls, run: str | Path) -> RemoteEngine:
+        """Reach the engine and the publisher of a run.
+
+        Args:
+            run: the folder of their sockets.
+
+        Raises: EngineDead: one of them is not there.
+        """
+        self = cls(Path(run))
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await self._open()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, OSError):  # nobody answers, or not in time
+                raise EngineDead(str(error) or "the engine process does not answer") from error
+            raise
+        return self
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        return self._stopped is None
+
+    def adapters(self) -> tuple[str, ...]:
+        """Names that `generate` accepts."""
+        return tuple(self._names)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+    ) -> AsyncIterator[list[Event]]:
+        """See AsyncEngine."""
+        check_request(prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len)
+        inbox = self._submit(prompt_token_ids, params, adapter)
+        try:
+            try:
+                events = await inbox.take()
+            except _Stale:
+                await self._read_names()
+                inbox = self._submit(prompt_token_ids, params, adapter)
+                events = await _take_or_not_found(inbox, adapter)
+            yield events
+            while not inbox.ended:
+                yield await inbox.take()
+        finally:
+            self._leave(inbox)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """See AsyncEngine."""
+        if request_id in self._inboxes and self._engine is not None:
+            self._engine.send(m.encode(m.Abort(request_id, index)))
+
+    async def load_adapter(self, name: str, source: str) -> AdapterUid:
+        """See AsyncEngine."""
+        loaded = await self._ask_publisher(lambda call: m.Load(call, name, source))
+        assert isinstance(loaded, m.Loaded)
+        return loaded.uid
+
+    async def unload_adapter(self, name: str) -> None:
+        """See AsyncEngine."""
+        await self._ask_publisher(lambda call: m.Unload(call, name))
+
+    async def stats(self) -> EngineStats:
+        """See AsyncEngine."""
+        self._require_alive()
+        assert self._engine is not None
+        call, future = self._new_call(self._engine_calls)
+        self._engine.send(m.encode(m.AskStats(call)))
+        stats: EngineStats = await future
+        return stats
+
+    async def close(self) -> None:
+        """End this process's requests and its connections. The engine runs on."""
+        self._stop("the connection to the engine was closed")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in (self._engine, self._publisher):
+            if link is not None:
+                link.close()
+        self._engine = self._publisher = None
+
+    # ------------------------------------------------------------------ requests
+
+    def _submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> Inbox:
+        """Raises: AdapterNotFound, EngineDead."""
+        self._require_alive()
+        assert self._engine is not None
+        uid = None
+        if adapter is not None:
+            uid = self._names.get(adapter)
+            if uid is None:
+                raise AdapterNotFound(adapter)
+        inbox = Inbox(f"{self._prefix}-{next(self._ids)}")
+        assert inbox.request_id is not None
+        self._engine.send(m.encode(m.Submit(inbox.request_id, tuple(prompt_token_ids), params, uid)))
+        self._inboxes[inbox.request_id] = inbox
+        return inbox
+
+    def _leave(self, inbox: Inbox) -> None:
+        """Nobody reads a request any more."""
+        assert inbox.request_id is not None
+        if self._inboxes.pop(inbox.request_id, None) is not None and self._engine is not None:
+            self._engine.send(m.encode(m.Abort(inbox.request_id, None)))
+
+    def _require_alive(self) -> None:
+        if self._stopped is not None:
+            raise EngineDead(self._stopped)
+
+    def _stop(self, reason: str) -> None:
+        """From now on nothing is accepted; what is open ends."""
+        if self._stopped is None:
+            self._stopped = reason
+        while self._inboxes:
+            request_id, inbox = self._inboxes.popitem()
+            inbox.put([RequestFailed(request_id, self._stopped)])
+        _fail(self._engine_calls, EngineDead(self._stopped))
+        _fail(self._publisher_calls, EngineDead(self._stopped))
+
+    # ------------------------------------------------------------------ the two connections
+
+    async def _open(self) -> None:
+        self._engine = await AsyncLink.open(str(self._run / ENGINE_SOCKET))
+        self._engine.send(m.encode(m.Hello("api")))
+        welcome = _FROM_ENGINE.decode(await self._engine.receive())
+        if isinstance(welcome, m.Stopping):
+            raise ConnectionError(welcome.reason)
+        assert isinstance(welcome, m.Welcome), welcome
+        self._info = welcome.info
+        self._start(self._hear_engine(self._engine))
+        self._start(self._watch_engine(self._engine))
+        self._publisher = await AsyncLink.open(str(self._run / PUBLISHER_SOCKET))
+        self._start(self._keep_publisher(self._publisher))
+        await self._read_names()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nothing is heard any more, if a task has failed: whoever waits must not wait for ever."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._stop(f"the connection to the engine has failed: {task.exception()!r}")
+
+    async def _hear_engine(self, link: AsyncLink) -> None:
+        while True:
+            message = _FROM_ENGINE.decode(await link.receive())
+            match message:
+                case m.Events():
+                    self._deliver(message)
+                case m.Refused():
+                    inbox = self._inboxes.pop(message.request_id, None)
+                    if inbox is not None:
+                        error = message.error.exception()
+                        inbox.refuse(_Stale(str(error)) if message.is_stale else error)
+                case m.Stats(call, stats):
+                    _answer(self._engine_calls, call, stats)
+                case m.Stopping(reason):
+                    self._stop(reason)
+
+    def _deliver(self, message: m.Events) -> None:
+        batches: dict[str, list[Event]] = {}
+        for token in message.tokens:
+            batches.setdefault(token.request_id, []).append(token)
+        for request_id, tokens in batches.items():
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                inbox.put(tokens)
+        ends: tuple[Event, ...] = (*message.finished, *message.aborted, *message.failed)
+        for end in ends:
+            inbox = self._inboxes.pop(end.request_id, None)
+            if inbox is not None:
+                inbox.put([end])
+
+    async def _watch_engine(self, link: AsyncLink) -> None:
+        await link.died()
+        if self._stopped is None:
+            self._stopped = "the engine process has died"
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._stop(self._stopped)
+
+    async def _keep_publisher(self, link: AsyncLink) -> None:
+        """Hear the publisher; when it has died, reach its successor."""
+        while True:
+            hearing = self._start(self._hear_publisher(link))
+            await link.died()
+            hearing.cancel()
+            await asyncio.wait([hearing])
+            self._publisher = None
+            link.close()
+            _fail(self._publisher_calls, InterleafError("the publisher has died and is started again; try once more"))
+            while self._publisher is None:
+                if self._stopped is not None:
+                    return  # there will be no other
+                with suppress(ConnectionError):
+                    self._publisher = await AsyncLink.open(str(self._run / PUBLISHER_SOCKET))
+            link = self._publisher
+            self._start(self._reread_names())
+
+    async def _hear_publisher(self, link: AsyncLink) -> None:
+        while True:
+            message = _FROM_PUBLISHER.decode(await link.receive())
+            match message:
+                case m.Renamed():
+                    self._renamed(message)
+                case m.Failed(call, error):
+                    _answer(self._publisher_calls, call, error.exception())
+                case m.Names():
+                    self._names, self._version = message.uids, message.version
+                    _answer(self._publisher_calls, message.call, message)
+                case m.Loaded() | m.Done():
+                    _answer(self._publisher_calls, message.call, message)
+
+    def _renamed(self, change: m.Renamed) -> None:
+        if change.version <= self._version:
+            return  # in the table that was read since
+        if change.version > self._version + 1:
+            self._start(self._reread_names())
+        self._version = change.version
+        if change.uid is None:
+            self._names.pop(change.name, None)
+        else:
+            self._names[change.name] = change.uid
+
+    async def _read_names(self) -> None:
+        """Have the table as it is now. Raises: InterleafError: the publisher has died."""
+        await self._ask_publisher(m.AskNames)
+
+    async def _reread_names(self) -> None:
+        with suppress(InterleafError):  # its successor is asked again
+            await self._read_names()
+
+    async def _ask_publisher(self, message: Callable[[int], m.Message]) -> m.Message:
+        self._require_alive()
+        if self._publisher is None:
+            raise InterleafError("the publisher has died and is started again; try once more")
+        call, future = self._new_call(self._publisher_calls)
+        self._publisher.send(m.encode(message(call)))
+        answer: m.Message = await future
+        return answer
+
+    def _new_call(self, calls: dict[int, asyncio.Future[Any]]) -> tuple[int, asyncio.Future[Any]]:
+        call, future = next(self._ids), asyncio.get_running_loop().create_future()
+        calls[call] = future
+        future.add_done_callback(lambda done: calls.pop(call, None))
+        return call, future
+
+
+class _Stale(InterleafError):
+    """The adapter of a request was withdrawn while it travelled."""
+
+
+async def _take_or_not_found(inbox: Inbox, adapter: str | None) -> list[Event]:
+    try:
+        return await inbox.take()
+    except _Stale:
+        raise AdapterNotFound(str(adapter)) from None
+
+
+def _answer(calls: dict[int, asyncio.Future[Any]], call: int, answer: object) -> None:
+    future = calls.get(call)
+    if future is None or future.done():
+        return  # whoever asked has gone
+    if isinstance(answer, InterleafError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def _fail(calls: dict[int, asyncio.Future[Any]], error: InterleafError) -> None:
+    for call in list(calls):
+        _answer(calls, call, error)

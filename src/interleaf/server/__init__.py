@@ -1,0 +1,1 @@
+"""HTTP in, events out: the server sees an engine only as an `AsyncEngine`."""

@@ -1,0 +1,85 @@
+"""One process's HTTP server over an engine, wherever that runs: observe it, build the app, run uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from interleaf.config import ServerConfig
+from interleaf.engine.serving import AsyncEngine
+from interleaf.engine.tokenizer import Tokenizer, load_tokenizer
+from interleaf.engine.worker import Connect
+from interleaf.server.app import create_app
+from interleaf.server.logs import configure_logging
+from interleaf.server.metrics import Metrics
+from interleaf.server.observed import ObservedEngine
+from interleaf.server.operation import operation
+from interleaf.server.protocol import uvicorn_config
+
+
+def http_server(engine: AsyncEngine, tokenizer: Tokenizer | None, config: ServerConfig) -> uvicorn.Server:
+    """A server that has everything but its sockets. Raises: ConfigError: an adapter root is no folder."""
+    metrics = Metrics(config.name, config.metrics_adapters)
+    app = create_app(ObservedEngine(engine, metrics), tokenizer, config, [operation(config, metrics)])
+    return _Server(uvicorn_config(app, config))
+
+
+async def run_server(server: uvicorn.Server, listeners: Sequence[socket.socket], on_ready: Callable[[], None]) -> None:
+    """Serve until asked to stop; `on_ready` is called once requests are answered."""
+    serving = asyncio.create_task(server.serve(sockets=list(listeners)))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        on_ready()
+    await serving
+
+
+def work(
+    settings: dict[str, Any], connect: Connect, listeners: Sequence[socket.socket], on_ready: Callable[[], None]
+) -> None:
+    """What an API process does (`engine.worker.Entry`). `settings` are ServerConfig's fields as plain values."""
+    config = ServerConfig(**settings | {"adapters": dict(settings["adapters"])})
+    configure_logging(config.log_format, config.log_level)
+    asyncio.run(_work(config, connect, listeners, on_ready))
+
+
+async def _work(
+    config: ServerConfig, connect: Connect, listeners: Sequence[socket.socket], on_ready: Callable[[], None]
+) -> None:
+    engine = await connect()
+    try:
+        tokenizer = load_tokenizer(config.tokenizer or config.model)
+        await run_server(http_server(engine, tokenizer, config), listeners, on_ready)
+    finally:
+        await engine.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server. SIGTERM and SIGINT let it finish what it has begun, a second one ends it; the process then ends
+    as any other does, where uvicorn would have the signal kill it.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True

@@ -1,0 +1,190 @@
+"""An engine that counts what passes through it: tokens, times, ends. Changes nothing; knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import cast
+
+from interleaf.core import (
+    AdapterUid,
+    Event,
+    FinishReason,
+    RequestFailed,
+    SamplingParams,
+    TokenEvent,
+)
+from interleaf.engine.serving import AsyncEngine, EngineInfo
+from interleaf.errors import InterleafError
+from interleaf.server.metrics import Metrics
+from interleaf.stats import EngineStats
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One HTTP request, as far as the engine has heard of it: what its line in the log says.
+
+    Attributes:
+        at_s: when it arrived (`time.perf_counter`).
+        first_token_s: from then to the first token; None before it.
+    """
+
+    at_s: float = field(default_factory=time.perf_counter)
+    adapters: list[str] = field(default_factory=list)
+    num_generations: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    first_token_s: float | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+ARRIVAL: ContextVar[Arrival | None] = ContextVar("interleaf_arrival", default=None)
+"""The HTTP request that the running task answers."""
+
+
+class ObservedEngine:
+    """An AsyncEngine around another one, whose requests go into `metrics` and into the current Arrival."""
+
+    def __init__(self, engine: AsyncEngine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._open: dict[str, _Observation] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def is_alive(self) -> bool:
+        return self._engine.is_alive
+
+    def adapters(self) -> tuple[str, ...]:
+        """See AsyncEngine."""
+        return self._engine.adapters()
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+    ) -> AsyncIterator[list[Event]]:
+        """See AsyncEngine."""
+        observation = _Observation(self._metrics, ARRIVAL.get() or Arrival(), params.n)
+        events = cast("AsyncGenerator[list[Event]]", self._engine.generate(prompt_token_ids, params, adapter))
+        task = asyncio.current_task()  # now: a generator that was left behind is closed by some other one
+        request_id: str | None = None
+        try:
+            async with aclosing(events):
+                async for batch in events:
+                    if request_id is None:
+                        request_id = batch[0].request_id
+                        self._open[request_id] = observation
+                        observation.accepted(adapter, len(prompt_token_ids))
+                    observation.take(batch)
+                    yield batch
+        except InterleafError:
+            if request_id is None:
+                self._metrics.refused += 1
+            raise
+        finally:
+            if request_id is not None:
+                del self._open[request_id]
+                cancelled = task is not None and task.cancelling() > 0
+                observation.end(adapter, len(prompt_token_ids), cancelled=cancelled)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """See AsyncEngine. One sequence is ended by the server when its text holds a stop string."""
+        observation = self._open.get(request_id)
+        if observation is not None and index is not None:
+            observation.stopped_by_text(index)
+        self._engine.abort(request_id, index)
+
+    async def load_adapter(self, name: str, source: str) -> AdapterUid:
+        """See AsyncEngine."""
+        return await self._engine.load_adapter(name, source)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See AsyncEngine."""
+        await self._engine.unload_adapter(name)
+
+    async def stats(self) -> EngineStats:
+        """See AsyncEngine."""
+        return await self._engine.stats()
+
+    async def close(self) -> None:
+        """See AsyncEngine."""
+        await self._engine.close()
+
+
+class _Observation:
+    """One request of the engine."""
+
+    def __init__(self, metrics: Metrics, arrival: Arrival, num_sequences: int) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._last_s: list[float | None] = [None] * num_sequences
+        self._reasons: list[str | None] = [None] * num_sequences
+        self._terminal: Event | None = None
+        self._num_tokens = 0
+
+    def accepted(self, adapter: str | None, prompt_tokens: int) -> None:
+        self._metrics.prompt_tokens += prompt_tokens
+        self._arrival.num_generations += 1
+        self._arrival.prompt_tokens += prompt_tokens
+        if adapter is not None and adapter not in self._arrival.adapters:
+            self._arrival.adapters.append(adapter)
+
+    def take(self, batch: Sequence[Event]) -> None:
+        """Count the events of one moment."""
+        now = time.perf_counter()
+        counts = [0] * len(self._last_s)
+        for event in batch:
+            if isinstance(event, TokenEvent):
+                counts[event.index] += 1
+                if event.finish_reason is not None and self._reasons[event.index] is None:
+                    aborted = event.finish_reason is FinishReason.ABORT
+                    self._reasons[event.index] = None if aborted else event.finish_reason.value
+            else:
+                self._terminal = event
+        for index, count in enumerate(counts):
+            if count:
+                self._tokens(index, count, now)
+
+    def stopped_by_text(self, index: int) -> None:
+        self._reasons[index] = self._reasons[index] or FinishReason.STOP.value
+
+    def end(self, adapter: str | None, prompt_tokens: int, *, cancelled: bool) -> None:
+        """Count the request.
+
+        Args:
+            cancelled: its task was, because the client has gone. A reader that leaves early by itself has all it wants:
+                the last sequence has come to a stop string.
+        """
+        if isinstance(self._terminal, RequestFailed):
+            default = "error"
+        elif self._terminal is None and not cancelled:
+            default = FinishReason.STOP.value
+        else:
+            default = FinishReason.ABORT.value
+        for reason in (reason or default for reason in self._reasons):
+            self._metrics.finished[reason] += 1
+            self._arrival.finish_reasons.append(reason)
+        self._metrics.whole_request_s.observe(time.perf_counter() - self._arrival.at_s)
+        if adapter is not None:
+            self._metrics.adapters.add(adapter, prompt_tokens, self._num_tokens)
+
+    def _tokens(self, index: int, count: int, now: float) -> None:
+        """`count` tokens of a sequence; several that come together share the time since the last."""
+        self._num_tokens += count
+        self._metrics.generation_tokens += count
+        self._arrival.generation_tokens += count
+        last = self._last_s[index]
+        if last is not None:
+            self._metrics.between_tokens_s.observe((now - last) / count, count)
+        self._last_s[index] = now
+        if self._num_tokens == count:  # the request's first
+            elapsed = now - self._arrival.at_s
+            self._metrics.first_token_s.observe(elapsed)
+            if self._arrival.first_token_s is None:
+                self._arrival.first_token_s = elapsed

@@ -1,0 +1,115 @@
+"""From settings to a running server: address, warnings, first adapters, processes. Knows no endpoint.
+
+    bind the address ─▶ engine, publisher ─▶ adapters ─▶ listen ─▶ API processes ─▶ ready
+
+What can go wrong goes wrong before the port answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from interleaf.config import ServerConfig
+from interleaf.engine import supervisor
+from interleaf.engine.serving import AsyncEngine
+from interleaf.errors import AdapterError, AdapterRejected, ConfigError, PoolTooSmall
+from interleaf.server.roots import AdapterRoots
+from interleaf.server.settings import Settings
+
+Progress = Callable[[str, int, int], None]
+logger = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, progress: Progress, on_ready: Callable[[str], None]) -> int:
+    """Serve until a signal; to be called from the main thread. Returns: the exit code.
+
+    Args:
+        on_ready: called with the server's URL once it answers.
+
+    Raises, before the port answers: ConfigError, ModelRejected, CheckpointError, PoolTooSmall, AdapterError.
+    """
+    config = settings.server
+    AdapterRoots(config.allow_adapter_root, config.adapters_dir)  # what is no folder is said before a model is read
+    with bind(config) as listener:
+        url = url_of(listener)
+        return supervisor.serve(
+            config.model,
+            settings.engine,
+            entry="interleaf.server.api:work",
+            settings=dataclasses.asdict(config),
+            prepare=lambda engine: load_adapters(engine, config, progress),
+            listen=lambda: [listener],
+            on_ready=lambda: on_ready(url),
+            api_workers=config.api_workers,
+            slab_dir=config.slab_dir,
+            drain_timeout_s=config.drain_timeout,
+            exit_after_s=config.exit_after,
+            progress=progress,
+        )
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket that has its address but does not listen yet. Raises: ConfigError: it cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"host={config.host} port={config.port} cannot be had: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients of this machine reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+async def load_adapters(engine: AsyncEngine, config: ServerConfig, progress: Progress) -> None:
+    """Register what the settings name: each `--adapter`, then the folders of `--adapters-dir`.
+
+    Raises: AdapterError, PoolTooSmall: one that was named cannot be served. Those of a folder are logged and left out.
+    """
+    named = dict(config.adapters)
+    if config.name in named:
+        raise ConfigError(f"adapters: the name {config.name!r} is the base model's (served_model_name)")
+    found = {name: path for name, path in adapter_folders(config.adapters_dir).items() if name not in named}
+    total = len(named) + len(found)
+    for done, (name, source) in enumerate({**named, **found}.items(), start=1):
+        try:
+            await engine.load_adapter(name, source)
+        except (AdapterError, PoolTooSmall) as error:
+            if name in named:
+                raise
+            problems = error.problems if isinstance(error, AdapterRejected) else (str(error),)
+            logger.warning("adapter %r is left out: %s", name, "; ".join(problems))
+        progress("adapters", done, total)
+
+
+def adapter_folders(folder: str | None) -> dict[str, str]:
+    """Adapter folders directly inside a folder, by name. The base of `--adapters-dir`."""
+    if folder is None:
+        return {}
+    found = sorted(path.parent for path in Path(folder).glob("*/adapter_config.json"))
+    return {path.name: str(path) for path in found}
+
+
+def warnings(config: ServerConfig) -> list[str]:
+    """What an operator should know about these settings before strangers find out."""
+    is_local = config.host in ("127.0.0.1", "localhost", "::1")
+    found = []
+    if not config.api_key and not is_local:
+        found.append(f"host={config.host} is reachable from other machines and no api_key is set: everybody is served")
+    if "*" in config.cors_origin and not config.api_key:
+        found.append("cors_origin=* without an api_key: any web page in a browser that reaches this server can use it")
+    if any(len(key) < 16 for key in config.api_key):
+        found.append("an api_key has fewer than 16 characters and could be guessed")
+    return found

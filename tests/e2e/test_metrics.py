@@ -1,0 +1,278 @@
+"""What /metrics and the log say after requests whose numbers a test knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from interleaf.core import SamplingParams
+from interleaf.server.logs import ConsoleFormatter, JsonFormatter, configure_logging, log_fields
+from interleaf.server.metrics import AdapterLabels, Histogram, Metrics
+from interleaf.server.observed import ObservedEngine
+from tests.support.asynchronous import asynchronous
+from tests.support.served import STATS, FakeEngine, serving, tiny_engine
+from tests.support.tiny_models import make_model, save_model
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples_of(page: str) -> Samples:
+    """Every sample by (name, labels); `model_name` must be on all of them."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "base"
+            found[sample.name, frozenset(labels.items())] = sample.value
+    return found
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"interleaf:{name}", frozenset(labels.items())]
+
+
+def scrape(url: str) -> Samples:
+    answer = httpx.get(url + "/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return samples_of(answer.text)
+
+
+def complete(url: str, **fields: object) -> httpx.Response:
+    return httpx.post(url + "/v1/completions", json={"model": "base", "prompt": [1, 2, 3], **fields}, timeout=60)
+
+
+def test_requests_are_counted_by_end_tokens_and_adapter() -> None:
+    with serving(lambda: FakeEngine(("a", "b"))) as (url, engine):
+        for _ in range(3):
+            assert complete(url, model="a", max_tokens=5).status_code == 200
+        assert complete(url, model="b", max_tokens=2, n=2).status_code == 200
+        assert complete(url, max_tokens=4).status_code == 200
+        assert complete(url, max_tokens=-4).status_code == 400
+        assert complete(url, model="nobody").status_code == 404
+        samples = scrape(url)
+        assert value(samples, "request_success_total", finished_reason="length") == 3 + 2 + 1
+        assert value(samples, "request_success_total", finished_reason="abort") == 0
+        assert value(samples, "prompt_tokens_total") == 5 * 3
+        assert value(samples, "generation_tokens_total") == 3 * 5 + 2 * 2 + 4
+        assert value(samples, "time_to_first_token_seconds_count") == 5
+        assert value(samples, "e2e_request_latency_seconds_count") == 5
+        # A sequence of k tokens has k - 1 times between two.
+        assert value(samples, "inter_token_latency_seconds_count") == 3 * 4 + 2 * 1 + 3
+        assert value(samples, "time_to_first_token_seconds_sum") <= value(samples, "e2e_request_latency_seconds_sum")
+        assert value(samples, "adapter_requests_total", adapter="a") == 3
+        assert value(samples, "adapter_generation_tokens_total", adapter="a") == 15
+        assert value(samples, "adapter_generation_tokens_total", adapter="b") == 4
+        assert value(samples, "adapter_prompt_tokens_total", adapter="b") == 3
+        assert value(samples, "http_responses_total", status="200") == 5
+        assert value(samples, "http_responses_total", status="404") == 1
+        assert value(samples, "http_responses_total", status="400") == 1
+
+
+def test_what_the_engine_counts_is_shown_and_its_death_too() -> None:
+    with serving(FakeEngine) as (url, engine):
+        samples = scrape(url)
+        assert value(samples, "engine_up") == 1
+        assert value(samples, "num_requests_running") == STATS.running_sequences
+        assert value(samples, "num_requests_waiting") == STATS.waiting_sequences
+        assert value(samples, "num_requests_waiting_by_reason", reason="pages") == 2
+        assert [value(samples, "pool_pages", owner=owner) for owner in ("kv", "adapter", "free")] == [30, 20, 50]
+        assert value(samples, "pool_usage_perc") == 0.5
+        assert value(samples, "adapter_hits_total") == STATS.adapter_hits
+        assert value(samples, "adapter_misses_total") == STATS.adapter_misses
+        assert value(samples, "adapter_loads_total") == STATS.adapter_loads
+        assert value(samples, "adapter_evictions_total") == STATS.adapter_evictions
+        assert value(samples, "num_preemptions_total") == STATS.preemptions
+        engine.die("out of luck")  # type: ignore[attr-defined]
+        assert httpx.get(url + "/health").status_code == 503
+        samples = scrape(url)
+        assert value(samples, "engine_up") == 0
+        assert not any(name == "interleaf:num_requests_running" for name, _ in samples)
+
+
+def test_a_client_that_leaves_is_an_abort_and_a_failed_request_an_error() -> None:
+    with serving(lambda: FakeEngine(max_model_len=10**7)) as (url, engine):
+        body = {"model": "base", "prompt": [1], "max_tokens": 10**6, "stream": True, "return_token_ids": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+        while value(scrape(url), "request_success_total", finished_reason="abort") < 1:
+            pass
+        engine.held.clear()  # type: ignore[attr-defined]
+        engine.die("out of luck")  # type: ignore[attr-defined]
+        assert complete(url).status_code == 503
+        samples = scrape(url)
+        assert value(samples, "request_success_total", finished_reason="abort") == 1
+        assert value(samples, "request_refused_total") == 1
+
+
+@asynchronous
+async def test_a_reader_that_leaves_by_itself_has_found_a_stop_string_and_one_that_is_cancelled_has_not() -> None:
+    metrics = Metrics("base", 5)
+    engine = ObservedEngine(FakeEngine(), metrics)
+
+    async def read(count: int) -> None:
+        async with aclosing(engine.generate([1], SamplingParams(max_tokens=100), None)) as batches:  # type: ignore[type-var]
+            async for _ in batches:
+                count -= 1
+                if not count:
+                    return
+
+    await read(2)
+    assert (metrics.finished["stop"], metrics.finished["abort"], metrics.generation_tokens) == (1, 0, 2)
+    task = asyncio.create_task(read(10**6))
+    while metrics.generation_tokens < 5:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (metrics.finished["stop"], metrics.finished["abort"]) == (1, 1)
+
+
+def test_with_a_real_engine_pages_and_adapters_add_up(tmp_path: Path) -> None:
+    model = save_model(make_model("llama3"), tmp_path / "model")
+
+    async def prepare(engine: object) -> None:
+        await engine.load_adapter("a", "dummy:r=4,targets=all,seed=1")  # type: ignore[attr-defined]
+
+    def engine() -> object:
+        return tiny_engine(model, memory="4MiB", page_tokens=4, max_num_seqs=16, max_batch_tokens=64)
+
+    with serving(engine, prepare) as (url, _):  # type: ignore[arg-type]
+        for _ in range(3):
+            assert complete(url, model="a", max_tokens=5, ignore_eos=True).status_code == 200
+        samples = scrape(url)
+        assert value(samples, "adapter_misses_total") == 1
+        assert value(samples, "adapter_hits_total") == 2
+        assert value(samples, "adapter_loads_total") == 1
+        assert value(samples, "adapters_resident") == value(samples, "adapters_registered") == 1
+        assert value(samples, "pool_pages", owner="adapter") > 0
+        assert value(samples, "pool_pages", owner="kv") == 0
+        assert value(samples, "generation_tokens_total") == 15
+        assert value(samples, "engine_computed_tokens_total") >= 15
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_beyond_the_cap_share_a_label_and_no_counter_ever_falls() -> None:
+    labels = AdapterLabels(3)
+    seen: dict[str, int] = {}
+    total = 0
+    # Ten adapters; "a9" comes late and is by far the busiest.
+    for adapter in [f"a{i}" for i in range(10)] * 5 + ["a9"] * 100 + ["a0"] * 7:
+        labels.add(adapter, 2, 3)
+        total += 1
+        now = {label: counts.requests for label, counts in labels.items()}
+        assert len(now) <= 3 + 1
+        assert all(now[label] >= seen[label] for label in now if label in seen)
+        seen |= now
+    assert "a9" in now, "the busiest has earned a label"
+    assert sum(seen.values()) == total, "every request is under exactly one label that was ever shown"
+    assert all(counts.prompt_tokens == 2 * counts.requests for _, counts in labels.items())
+
+
+def test_with_a_cap_of_nothing_all_adapters_are_other_and_so_is_one_of_that_name() -> None:
+    none = AdapterLabels(0)
+    none.add("a", 1, 1)
+    assert [label for label, _ in none.items()] == ["other"]
+    one = AdapterLabels(1)
+    one.add("other", 1, 1)
+    one.add("a", 1, 1)
+    assert [(label, counts.requests) for label, counts in one.items()] == [("a", 1), ("other", 1)]
+
+
+def test_a_histograms_buckets_are_cumulative_and_its_bounds_inclusive() -> None:
+    histogram = Histogram((1, 2))
+    histogram.observe(1.0)
+    histogram.observe(1.5, 3)
+    histogram.observe(9)
+    family = histogram.family("interleaf:x", "text", "base")
+    values = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    assert values == {"1.0": 1, "2.0": 4, "+Inf": 5, "interleaf:x_count": 5, "interleaf:x_sum": 14.5}
+
+
+def test_labels_of_strangers_are_escaped() -> None:
+    metrics = Metrics('ba"se\n', 5)
+    page = metrics.exposition(None).decode()
+    assert 'model_name="ba\\"se\\n"' in page
+    list(text_string_to_metric_families(page))
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_request_is_one_line_with_its_id_adapter_tokens_and_time_to_first_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="interleaf")
+    with serving(lambda: FakeEngine(("a",))) as (url, _):
+        answer = httpx.post(
+            url + "/v1/completions",
+            json={"model": "a", "prompt": [1, 2, 3], "max_tokens": 5},
+            headers={"X-Request-Id": "mine-17"},
+        )
+        assert answer.headers["x-request-id"] == "mine-17"
+        httpx.get(url + "/nowhere")
+        httpx.get(url + "/health")
+    records = [record for record in caplog.records if record.name == "interleaf.access"]
+    generation, missing, health = (json.loads(JsonFormatter().format(record)) for record in records)
+    assert generation["request_id"] == "mine-17"
+    assert (generation["method"], generation["path"], generation["status"]) == ("POST", "/v1/completions", 200)
+    assert (generation["adapter"], generation["prompt_tokens"], generation["generation_tokens"]) == ("a", 3, 5)
+    assert 0 <= generation["ttft_s"] <= generation["seconds"]
+    assert generation["finish_reason"] == "length"
+    assert (missing["status"], "adapter" in missing, len(missing["request_id"])) == (404, False, 32)
+    assert (health["level"], generation["level"]) == ("debug", "info")
+
+
+def test_a_key_or_a_prompt_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = "a-secret-key-of-some-length"
+    with serving(FakeEngine, api_key=(key,)) as (url, _):
+        for given in (key, key + "-wrong"):
+            body = {"model": "base", "prompt": [191, 192, 193], "max_tokens": 2}
+            httpx.post(url + "/v1/completions?token=abc", json=body, headers={"Authorization": f"Bearer {given}"})
+    text = "\n".join(f"{record.getMessage()} {vars(record)}" for record in caplog.records if "interleaf" in record.name)
+    assert text
+    assert "a-secret" not in text
+    assert "191" not in text
+    assert "token=abc" not in text
+
+
+def test_a_line_of_the_log_is_one_line_whatever_strangers_write() -> None:
+    def record(text: str, /, **fields: object) -> logging.LogRecord:
+        extra = log_fields(**fields)
+        return logging.getLogger("x").makeRecord("x", logging.INFO, "f", 1, text, (), None, extra=extra)
+
+    evil = "GET\n2026-01-01 INFO forged \x1b[31m"
+    for formatter in (ConsoleFormatter(), JsonFormatter()):
+        line = formatter.format(record(evil, path=evil))
+        assert "\n" not in line
+        assert "\x1b" not in line
+    entry = json.loads(JsonFormatter().format(record("m", message="forged", extra=1)))
+    assert (entry["message"], entry["extra"]) == ("m", 1)
+
+
+def test_the_log_is_configured_once_for_everybody(capsys: pytest.CaptureFixture[str]) -> None:
+    root, ours = logging.getLogger(), logging.getLogger("interleaf")
+    before = root.handlers[:], root.level, ours.level
+    try:
+        configure_logging("json", "warning")
+        ours.info("quiet")
+        ours.warning("loud", extra=log_fields(n=1))
+        logging.getLogger("somebody.else").error("theirs")
+        lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+        assert [(line["message"], line["level"], line.get("n")) for line in lines] == [
+            ("loud", "warning", 1),
+            ("theirs", "error", None),
+        ]
+    finally:
+        root.handlers[:], root.level = before[0], before[1]
+        ours.setLevel(before[2])
