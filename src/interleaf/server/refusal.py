@@ -10,7 +10,6 @@ from starlette.responses import Response
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
-    404: "not_found_error",
     429: "rate_limit_error",
 }
 
