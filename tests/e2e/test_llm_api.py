@@ -178,11 +178,20 @@ def test_one_bad_prompt_starts_none_of_the_others(llm: LLM) -> None:
     assert llm.stats().steps == steps
 
 
-def generate_for_ever(llm: LLM) -> None:
-    while True:
+def generate_again_and_again(llm: LLM) -> None:
+    for _ in range(1000):
         llm.generate([[1, 2], [3]], SamplingParams(max_tokens=200, ignore_eos=True), ["a", None])
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as an interactive Python has it: a program started in the background begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.05])
 def test_ctrl_c_at_any_moment_leaves_an_engine_that_answers(folder: Path, overlap: bool, delay_s: float) -> None:
@@ -191,7 +200,7 @@ def test_ctrl_c_at_any_moment_leaves_an_engine_that_answers(folder: Path, overla
         timer = threading.Timer(delay_s, signal.raise_signal, [signal.SIGINT])
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            generate_for_ever(llm)
+            generate_again_and_again(llm)
         timer.join()
         assert llm.generate([1, 2, 3], GREEDY, "a") == expected
         assert llm.stats().pool.kv_pages == 0

@@ -24,6 +24,10 @@ import zmq.asyncio
 Peer = bytes
 """The identity of a link."""
 
+ENGINE_SOCKET = "engine"
+PUBLISHER_SOCKET = "publisher"
+"""Files in a run's folder, by who listens there."""
+
 MAX_BACKLOG_BYTES = 64 * 2**20
 """Kept for a peer that does not read, beside what ZeroMQ and the kernel hold."""
 

@@ -28,14 +28,11 @@ from interleaf.core import (
 )
 from interleaf.engine import messages as m
 from interleaf.engine.build import EngineParts, build_engine
-from interleaf.engine.channel import Endpoint, Peer
+from interleaf.engine.channel import ENGINE_SOCKET, Endpoint, Peer
 from interleaf.engine.child import Parent
 from interleaf.engine.client import InProcessClient
 from interleaf.engine.serving import EngineInfo
 from interleaf.errors import AdapterNotFound, InterleafError
-
-ENGINE_SOCKET = "engine"
-"""File in the run's folder."""
 
 _IDLE_WAIT_S = 0.5
 """Longest sleep of an idle engine; what comes ends it at once, a signal within this time."""

@@ -25,15 +25,11 @@ from interleaf.adapters.slabs import SUFFIX, write_slab
 from interleaf.adapters.sources import open_adapter
 from interleaf.core import AdapterUid
 from interleaf.engine import messages as m
-from interleaf.engine.channel import Endpoint, Link, Peer
+from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, Endpoint, Link, Peer
 from interleaf.engine.child import Parent
 from interleaf.engine.journal import NameTable
-from interleaf.engine.process import ENGINE_SOCKET
 from interleaf.errors import AdapterLoadFailed, InterleafError
 from interleaf.parallel.shard import Shard
-
-PUBLISHER_SOCKET = "publisher"
-"""File in the run's folder."""
 
 JOURNAL = "names"
 """File in the run's folder."""

@@ -18,10 +18,8 @@ import msgspec
 
 from interleaf.core import AdapterUid, Event, RequestFailed, SamplingParams
 from interleaf.engine import messages as m
-from interleaf.engine.channel import AsyncLink
+from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, AsyncLink
 from interleaf.engine.client import check_request
-from interleaf.engine.process import ENGINE_SOCKET
-from interleaf.engine.publisher import PUBLISHER_SOCKET
 from interleaf.engine.serving import EngineInfo, Inbox
 from interleaf.errors import AdapterNotFound, EngineDead, InterleafError
 from interleaf.stats import EngineStats
