@@ -8,7 +8,7 @@ import torch
 from interleaf.adapters.image import build, layout_of, require_tile
 from interleaf.adapters.parsed import LoraPair, ParsedAdapter
 from interleaf.adapters.sources import open_adapter
-from interleaf.core import AdapterUid, LoraGroup, ModelSpec, Module
+from interleaf.core import AdapterUid, LoraGroup, ModelSpec, Module, StreamOrder
 from interleaf.errors import AdapterRejected, ConfigError
 from interleaf.memory.geometry import PageGeometry
 from interleaf.parallel.shard import Shard
@@ -213,3 +213,32 @@ def test_widths_without_a_common_tile_are_refused_with_the_arithmetic():
     shard = Shard(ModelSpec(**MODEL | {"hidden_size": 72}))
     with pytest.raises(ConfigError, match=r"at least 16 elements and would have 8.*lane \(256.*72"):
         require_tile(shard, geometry_of(shard))
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4])
+def test_in_tile_order_every_element_stands_where_the_definition_puts_it(page_tokens):
+    shard = Shard(SPEC)
+    ranks = MIXED | {(0, Module.Q): 9, (0, Module.K): 12}  # a stack of three blocks, which modules do not respect
+    geometry = geometry_of(shard, page_tokens)
+    rows = build(adapter(ranks), shard, geometry, torch.float32)
+    tiles = build(adapter(ranks), shard, geometry, torch.float32, StreamOrder.TILES)
+    assert tiles.data.shape == rows.data.shape
+    for layer in (0, 2):
+        layout = tiles.layout.layouts[tiles.layout.layer_layout[layer]]
+        tile = layout.tile
+        assert (layout.order, tile) == (StreamOrder.TILES, 32)
+        plain, stream = stream_of(rows, layer), stream_of(tiles, layer)
+        for group in LoraGroup:
+            spans = layout.group(group)
+            matrices = [(s.b_first, s.rank, s.out_features, s.rank) for s in spans]
+            if spans:
+                matrices.append((spans[0].a_first, sum(s.rank for s in spans), spans[0].in_features, 16))
+            for first, height, width, block in matrices:
+                for i in range(height):
+                    top = i // block * block
+                    low = min(block, height - top)
+                    for at in range(0, width, tile):
+                        place = first + top * width + at * low + (i - top) * tile
+                        here = stream[place : place + tile]
+                        assert torch.equal(here, plain[first + i * width + at :][:tile])
+        assert not stream[layout.elems :].any()

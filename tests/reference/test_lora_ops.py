@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from interleaf.core import GROUP_MODULES, LoraGroup, Module, ModuleSpan, PooledLayout, StreamLayout
+from interleaf.core import GROUP_MODULES, LoraGroup, Module, ModuleSpan, PooledLayout, StreamLayout, StreamOrder
 from interleaf.kernels import PooledAdapter, build_work, lora_add
 from interleaf.kernels.reference import FUSED_ROWS
 
@@ -326,8 +326,13 @@ def test_contradictory_adapters_and_segments_are_refused():
         PooledAdapter(layout, [0, 1, 2], num_layers=4, lane_elems=640)
     with pytest.raises(ValueError, match=r"1792 elements does not fit 3 lanes of 64 elements"):
         PooledAdapter(layout, [0, 1, 2], num_layers=2, lane_elems=64)
-    with pytest.raises(ValueError, match=r"device must be cpu, got cuda"):
+    with pytest.raises(ValueError, match=r"device must be cpu or cuda, got meta"):
+        PooledAdapter(layout, [0, 1, 2], **ok, device="meta")
+    with pytest.raises(ValueError, match=r"need images in StreamOrder.TILES"):
         PooledAdapter(layout, [0, 1, 2], **ok, device="cuda")
+    tiled = StreamLayout(stream.spans, stream.elems, StreamOrder.TILES, 32)
+    with pytest.raises(ValueError, match=r"need images in StreamOrder.ROWS"):
+        PooledAdapter(PooledLayout((tiled,), (0, 0), 3, 0), [0, 1, 2], **ok)
     with pytest.raises(ValueError, match=r"1 rows at 1 after row 2"):
         build_work([(adapter, 0, 2), (adapter, 1, 1)])
     other = PooledAdapter(layout, [0, 1, 2], num_layers=2, lane_elems=1280)

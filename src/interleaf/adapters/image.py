@@ -13,7 +13,16 @@ import torch
 
 from interleaf.adapters.parsed import LoraPair, ModuleAt, ParsedAdapter
 from interleaf.adapters.problems import Problems
-from interleaf.core import GROUP_MODULES, LoraGroup, Module, ModuleSpan, PooledLayout, StreamLayout
+from interleaf.core import (
+    GROUP_MODULES,
+    STACK_ROWS,
+    LoraGroup,
+    Module,
+    ModuleSpan,
+    PooledLayout,
+    StreamLayout,
+    StreamOrder,
+)
 from interleaf.errors import AdapterRejected, ConfigError
 from interleaf.memory.geometry import MIN_TILE, PageGeometry
 from interleaf.parallel.shard import Shard
@@ -51,8 +60,11 @@ def require_tile(shard: Shard, geometry: PageGeometry) -> int:
     return tile
 
 
-def layout_of(ranks: Mapping[ModuleAt, int], shard: Shard, geometry: PageGeometry) -> PooledLayout:
+def layout_of(
+    ranks: Mapping[ModuleAt, int], shard: Shard, geometry: PageGeometry, order: StreamOrder = StreamOrder.ROWS
+) -> PooledLayout:
     """Where the matrices of an adapter with those ranks lie on this rank; modules that are absent are not targeted."""
+    tile = geometry.tile(shard.widths()) if order is StreamOrder.TILES else 1
     layouts: dict[tuple[tuple[Module, int], ...], int] = {}
     streams: list[StreamLayout] = []
     layer_layout: list[int | None] = []
@@ -60,7 +72,7 @@ def layout_of(ranks: Mapping[ModuleAt, int], shard: Shard, geometry: PageGeometr
         wanted = tuple((module, ranks[layer, module]) for module in Module if (layer, module) in ranks)
         if wanted and wanted not in layouts:
             layouts[wanted] = len(streams)
-            streams.append(_stream(dict(wanted), shard))
+            streams.append(_stream(dict(wanted), shard, order, tile))
         layer_layout.append(layouts.get(wanted))
     elems = [streams[index].elems for index in layer_layout if index is not None]
     return PooledLayout(
@@ -71,7 +83,7 @@ def layout_of(ranks: Mapping[ModuleAt, int], shard: Shard, geometry: PageGeometr
     )
 
 
-def _stream(ranks: Mapping[Module, int], shard: Shard) -> StreamLayout:
+def _stream(ranks: Mapping[Module, int], shard: Shard, order: StreamOrder, tile: int) -> StreamLayout:
     spans: list[ModuleSpan] = []
     first = 0
     for group in LoraGroup:
@@ -92,15 +104,21 @@ def _stream(ranks: Mapping[Module, int], shard: Shard) -> StreamLayout:
             )
             first += span.b_elems
             spans.append(span)
-    return StreamLayout(tuple(spans), first)
+    return StreamLayout(tuple(spans), first, order, tile)
 
 
-def build(parsed: ParsedAdapter, shard: Shard, geometry: PageGeometry, dtype: torch.dtype) -> AdapterImage:
-    """Cut an adapter for this rank and lay it out.
+def build(
+    parsed: ParsedAdapter,
+    shard: Shard,
+    geometry: PageGeometry,
+    dtype: torch.dtype,
+    order: StreamOrder = StreamOrder.ROWS,
+) -> AdapterImage:
+    """Cut an adapter for this rank and lay it out, in the order that the device's kernels want.
 
     Raises: AdapterRejected: a value is beyond the largest of `dtype` (float16 ends at 65504).
     """
-    layout = layout_of(parsed.ranks, shard, geometry)
+    layout = layout_of(parsed.ranks, shard, geometry, order)
     data = torch.zeros(layout.pages, geometry.num_layers, geometry.lane_elems, dtype=dtype)
     stream = torch.zeros(layout.pages * geometry.lane_elems, dtype=dtype)
     problems = Problems()
@@ -115,6 +133,8 @@ def build(parsed: ParsedAdapter, shard: Shard, geometry: PageGeometry, dtype: to
                     scaled = " times the scale" if half == "B" else ""
                     what = f"lora_{half}{scaled} has values beyond {limit:g}, the largest of the pool's {dtype}"
                     problems.group(what, f"layer {layer} {span.module}")
+        if order is StreamOrder.TILES:
+            _to_tiles(stream, layout.layouts[index])
         elems = layout.layouts[index].elems
         stream[elems:] = 0  # what a longer stream of the layer before has left
         data[:, layer] = stream.view(layout.pages, -1)
@@ -129,3 +149,23 @@ def _fill(stream: torch.Tensor, span: ModuleSpan, pair: LoraPair, shard: Shard) 
     a.copy_(pair.a[:, shard.in_span(span.module).as_slice()])
     b = stream[span.b_first :][: span.b_elems].view(span.rank, span.out_features)
     b.copy_((pair.b[shard.out_span(span.module).as_slice()].float() * pair.scale).T)
+
+
+def _to_tiles(stream: torch.Tensor, layout: StreamLayout) -> None:
+    """Permute a layer's stream from `StreamOrder.ROWS` to `StreamOrder.TILES`, in place."""
+    for group in LoraGroup:
+        spans = layout.group(group)
+        if not spans:
+            continue
+        stack = sum(span.rank for span in spans)
+        width, first = spans[0].in_features, spans[0].a_first
+        for row in range(0, stack, STACK_ROWS):
+            _cut(stream[first + row * width :], min(STACK_ROWS, stack - row), width, layout.tile)
+        for span in spans:
+            _cut(stream[span.b_first :], span.rank, span.out_features, layout.tile)
+
+
+def _cut(matrix: torch.Tensor, rows: int, width: int, tile: int) -> None:
+    """Turn [rows, width] into [width / tile, rows, tile], in place."""
+    flat = matrix[: rows * width]
+    flat.copy_(flat.view(rows, width // tile, tile).transpose(0, 1).reshape(-1))

@@ -1,6 +1,14 @@
 """The nouns that every room speaks. No torch."""
 
-from interleaf.core.adapter import AdapterUid, HostState, ModuleSpan, PooledLayout, StreamLayout
+from interleaf.core.adapter import (
+    STACK_ROWS,
+    AdapterUid,
+    HostState,
+    ModuleSpan,
+    PooledLayout,
+    StreamLayout,
+    StreamOrder,
+)
 from interleaf.core.events import (
     Event,
     FinishReason,
@@ -17,6 +25,7 @@ from interleaf.core.request import Request, SamplingParams
 __all__ = [
     "GROUP_MODULES",
     "MODULE_GROUP",
+    "STACK_ROWS",
     "AdapterLoad",
     "AdapterUid",
     "Chunk",
@@ -40,6 +49,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "StreamLayout",
+    "StreamOrder",
     "TokenEvent",
     "TokenLogprobs",
 ]

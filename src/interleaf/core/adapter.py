@@ -20,11 +20,31 @@ class HostState(Enum):
     FAILED = "failed"
 
 
+STACK_ROWS = 16
+"""Rows of A in a block of a stream in `StreamOrder.TILES`."""
+
+
+class StreamOrder(Enum):
+    """How a group's matrices are laid down inside their part of a stream. Sizes and offsets are the same in both.
+
+    ROWS: every matrix row-major. What is best on a CPU.
+    TILES: rows are cut into tiles of `StreamLayout.tile` elements; tiles that a kernel reads together are neighbours.
+        All A of a group are one stack of rows, cut into blocks of `STACK_ROWS` (the last may be lower): block after
+        block, [in / tile, rows of the block, tile]. Each B transposed is [out / tile, rank, tile]. Best on a GPU.
+
+    Source: docs/adr/0010-image-order-per-device.md.
+    """
+
+    ROWS = "rows"
+    TILES = "tiles"
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleSpan:
     """Where one module's A and B lie inside a layer's stream.
 
-    A is [rank, in] and B, transposed, is [rank, out], both row-major; `in` and `out` are this rank's widths.
+    A is [rank, in] and B, transposed, is [rank, out], both row-major; `in` and `out` are this rank's widths. (In
+    `StreamOrder.TILES` the elements are permuted inside a group's stack of A and inside a B, and nowhere else.)
 
     Attributes:
         a_first, b_first: element offsets in the stream.
@@ -53,10 +73,15 @@ class StreamLayout:
     """The order of one layer's matrices in its stream: group after group, all A of a group, then all B.
 
     Source: docs/adr/0002-page-geometry.md.
+
+    Attributes:
+        tile: elements of a tile; they divide the lane and every width. Only `StreamOrder.TILES` has tiles.
     """
 
     spans: tuple[ModuleSpan, ...]
     elems: int
+    order: StreamOrder = StreamOrder.ROWS
+    tile: int = 1
 
     def group(self, group: LoraGroup) -> tuple[ModuleSpan, ...]:
         """The spans of one group in column order; empty if the adapter targets none of its modules."""
