@@ -17,10 +17,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check check-format check-lint check-types format bench-cpu model serve clean
+.PHONY: help demo test test-long check check-format check-lint check-types format bench-cpu sim-residency model serve clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z][a-z-]*):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z][a-z-]*):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-21s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.core $(MODEL) ## one mixed batch: the base model and several adapters answer at once
 	$(BIN)/python examples/demo.py
@@ -55,6 +55,9 @@ format: $(VENV)/.dev ## format, and fix what lint can fix
 
 bench-cpu: $(VENV)/.dev $(MODEL) ## throughput on this CPU, beside PEFT and transformers
 	$(BIN)/python -m bench.cpu
+
+sim-residency: $(VENV)/.core ## simulate adapters that outgrow the pool; rewrites docs/benchmarks/sim/residency.*
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.sim_residency
 
 model: $(MODEL) ## fetch the built-in model (92 MB)
 

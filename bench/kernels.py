@@ -1,10 +1,15 @@
 """The paged LoRA kernels on this GPU at the shapes of two models: alone, and among a layer's base products.
 
-    python -m bench.kernels [--json FILE] [--only TEXT]
+    python -m bench.kernels [--json FILE] [--only TEXT] [--no-base] [--steps]
 
 Random bf16 weights on scattered pages of a pool of 32 layers, rows of the batch in random order; a CUDA graph of all
 layers, replayed. Figures are microseconds per layer, medians. "Floor" is the time that the bytes of the distinct
 adapters and of the rows' activations take at 4.3 TB/s; "in situ" is what LoRA adds to a graph of the base products.
+
+`--steps`: what a decode step costs whose composition has just changed. "Plan" and "upload" are host time, "resolve" the
+device's for the copy and the kernel, microseconds per step. "Fitted" is LoRA alone with launches as large as the step
+needs; "mould" with those that a captured graph has, of which "spare" are programs without rows. Then each scheme that
+the mould could have had, with what schemes.py expects of it in brackets: its constants are fitted to these.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -19,7 +25,9 @@ from itertools import pairwise
 import torch
 
 from interleaf.core import GROUP_MODULES, LoraGroup, Module, ModuleSpan, PooledLayout, StreamLayout, StreamOrder
-from interleaf.kernels import PooledAdapter, build_work, lora_add
+from interleaf.kernels import DeviceLora, LoraStep, lora_add
+from interleaf.kernels.moulds import Mould, Moulds
+from interleaf.kernels.schemes import Demand, SchemeTable
 
 LAYERS = 32
 BYTES_PER_US = 4.3e6
@@ -89,6 +97,8 @@ CASES = [
     Case("8B r16 all T=256 D=100 zipf", LLAMA3_8B, 256, 100, popularity=zipf(256, 100)),
     *(Case(f"7B r8-64 qkvo T=256 D={d}", LLAMA2_7B, 256, d, (64, 32, 16, 8), QKVO) for d in (1, 32, 128, 256)),
     Case("7B r8 qkvo T=256 D=256", LLAMA2_7B, 256, 256, (8,), QKVO),
+    Case("7B r8 qkvo T=256 D=200 zipf", LLAMA2_7B, 256, 200, (8,), QKVO, zipf(256, 200)),
+    Case("8B r16 all T=1024 D=300 zipf", LLAMA3_8B, 1024, 300, popularity=zipf(1024, 300)),
     Case("8B r16 all prefill T=4096 D=16", LLAMA3_8B, 4096, 16),
     Case("7B r8-64 qkvo prefill T=4096 D=16", LLAMA2_7B, 4096, 16, (64, 32, 16, 8), QKVO),
 ]
@@ -125,6 +135,30 @@ def median_us(step: Callable[[], None]) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) * 1e3
 
 
+@dataclass(frozen=True)
+class StepFigures:
+    """See the top of this file."""
+
+    plan: float
+    upload: float
+    resolve: float
+    fitted: float
+    mould: float
+    spare: float
+    schemes: list[tuple[float, float]]
+
+
+class Forced(Moulds):
+    """Takes one scheme, fitted to the step."""
+
+    def __init__(self, scheme: int) -> None:
+        super().__init__()
+        self._scheme = scheme
+
+    def choose(self, demand: Demand, table: SchemeTable) -> Mould:
+        return Mould(self._scheme, demand.records[self._scheme])
+
+
 class Bench:
     """Memory that all cases share."""
 
@@ -136,27 +170,39 @@ class Bench:
         self._flat = flat
         self._base: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def work_of(self, case: Case) -> tuple[torch.Tensor, Callable[[LoraGroup, int, torch.Tensor, torch.Tensor], None]]:
-        """The pool, and a call of the op for one group and layer."""
-        model = case.model
-        page = (LAYERS, 2, 16, model.kv // 128, 128)
-        per_page = LAYERS * model.lane_elems
+    def pool_of(self, case: Case) -> torch.Tensor:
+        per_page = LAYERS * case.model.lane_elems
         num_pages = self._flat.numel() // per_page
-        pool = self._flat[: num_pages * per_page].view(num_pages, *page)
-        free = torch.randperm(num_pages, generator=self.random).tolist()
-        adapters = []
+        return self._flat[: num_pages * per_page].view(num_pages, LAYERS, 2, 16, case.model.kv // 128, 128)
+
+    def book_of(self, case: Case) -> DeviceLora:
+        """The adapters of a case on pages drawn at random."""
+        model = case.model
+        free = torch.randperm(len(self.pool_of(case)), generator=self.random).tolist()
+        book = DeviceLora(num_layers=LAYERS, lane_elems=model.lane_elems, max_rows=1024, device=DEVICE)
         for i in range(case.adapters):
             stream = lay_out(model, case.ranks[i % len(case.ranks)], case.targets)
             count = -(-stream.elems // model.lane_elems)
-            layout = PooledLayout((stream,), (0,) * LAYERS, count, 0)
-            pages = [free.pop() for _ in range(count)]
-            adapters.append(PooledAdapter(layout, pages, num_layers=LAYERS, lane_elems=model.lane_elems, device=DEVICE))
-        owners = [a for a, n in zip(adapters, case.counts(), strict=True) for _ in range(n)]
+            book.add(i, PooledLayout((stream,), (0,) * LAYERS, count, 0), [free.pop() for _ in range(count)])
+        return book
+
+    def rows_of(self, case: Case) -> list[tuple[int, int, int]]:
+        owners = [i for i, n in enumerate(case.counts()) for _ in range(n)]
         if case.rows <= 1024:  # decode: seats in any order; a chunk's rows are neighbours
             owners = [owners[i] for i in torch.randperm(len(owners), generator=self.random).tolist()]
-        work = build_work([(a, t, 1) for t, a in enumerate(owners)])
-        assert work is not None
-        return pool, lambda group, layer, x, y: lora_add(x, y, pool, work, group, layer)
+        return [(uid, t, 1) for t, uid in enumerate(owners)]
+
+    def work_of(self, case: Case) -> Callable[[LoraGroup, int, torch.Tensor, torch.Tensor], None]:
+        """A call of the op for one group and layer, its launches as large as the step needs."""
+        return self._uploaded(case, self.book_of(case).plan(self.rows_of(case), graph=False))
+
+    def _uploaded(
+        self, case: Case, step: LoraStep | None
+    ) -> Callable[[LoraGroup, int, torch.Tensor, torch.Tensor], None]:
+        assert step is not None
+        step.upload()
+        pool, work = self.pool_of(case), step.work
+        return lambda group, layer, x, y: lora_add(x, y, pool, work, group, layer)
 
     def activations(self, case: Case) -> dict[LoraGroup, tuple[torch.Tensor, torch.Tensor]]:
         made = {}
@@ -167,7 +213,9 @@ class Bench:
         return made
 
     def alone(self, case: Case) -> float:
-        _, add = self.work_of(case)
+        return self._alone(case, self.work_of(case))
+
+    def _alone(self, case: Case, add: Callable[[LoraGroup, int, torch.Tensor, torch.Tensor], None]) -> float:
         activations = self.activations(case)
 
         def step() -> None:
@@ -177,9 +225,44 @@ class Bench:
 
         return median_us(step) / LAYERS
 
+    def steps(self, case: Case) -> StepFigures:
+        book = self.book_of(case)
+        plans, uploads, resolves = [], [], []
+        for _ in range(REPLAYS):
+            rows = self.rows_of(case)
+            began = time.perf_counter()
+            step = book.plan(rows, graph=True)
+            plans.append(time.perf_counter() - began)
+            assert step is not None
+            torch.cuda._sleep(4_000_000)  # the device is busy until all is enqueued: no gap of the host's is timed
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            began = time.perf_counter()
+            step.upload()
+            uploads.append(time.perf_counter() - began)
+            marks[1].record()
+            torch.cuda.synchronize()
+            resolves.append(marks[0].elapsed_time(marks[1]) * 1e3)
+        tasks = step._table.tasks
+        spare = tasks[tasks[:, 6] == 0, 1].sum() / max(1, tasks[:, 1].sum())
+        mould = self._alone(case, self._uploaded(case, step))
+        fitted = self._alone(case, self._uploaded(case, book.plan(rows, graph=False)))
+        schemes = []
+        table = book._scheme_table(1 << (case.rows - 1).bit_length())
+        members, _ = book._residents.members(rows)
+        assert members is not None
+        demand = table.demand(members.layouts, members.counts)
+        for scheme in range(len(table.schemes)):
+            book._families[table.identity].moulds = Forced(scheme)
+            book._latest.clear()
+            figure = self._alone(case, self._uploaded(case, book.plan(rows, graph=True)))
+            schemes.append((figure, demand.floor + float(demand.cost[scheme])))
+        us = [statistics.median(t[3:]) for t in (plans, uploads, resolves)]
+        return StepFigures(us[0] * 1e6, us[1] * 1e6, us[2], fitted, mould, float(spare), schemes)
+
     def in_situ(self, case: Case) -> tuple[float, float]:
         """The base products of a layer, and what LoRA adds to them."""
-        _, add = self.work_of(case)
+        add = self.work_of(case)
         activations = self.activations(case)
         bases = {
             g: [torch.randn(x.shape[1], y.shape[1], device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(4)]
@@ -210,13 +293,32 @@ def floor_us(case: Case) -> float:
     return elems * itemsize / BYTES_PER_US
 
 
+def print_steps(bench: Bench, only: str) -> None:
+    print("| case | plan | upload | resolve | fitted | mould | spare | singles, runs of 2, 4, 8, 16, long |")
+    print("|---|---|---|---|---|---|---|---|")
+    with torch.inference_mode():
+        for case in CASES:
+            if only in case.name and case.rows <= 1024:
+                f = bench.steps(case)
+                schemes = ", ".join(f"{us:.1f} ({expected:.0f})" for us, expected in f.schemes)
+                print(
+                    f"| {case.name} | {f.plan:.0f} | {f.upload:.0f} | {f.resolve:.1f} | {f.fitted:.1f} | {f.mould:.1f} "
+                    f"| {f.spare:.0%} | {schemes} |",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write all figures to this file too")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--no-base", action="store_true", help="alone only")
+    parser.add_argument("--steps", action="store_true", help="what steps cost whose composition changes")
     args = parser.parse_args()
     bench = Bench(26 * 2**30)
+    if args.steps:
+        print_steps(bench, args.only)
+        return
     out = []
     with torch.inference_mode():
         for case in CASES:

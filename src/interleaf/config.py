@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from interleaf.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Attention = Literal["auto", "flashinfer", "triton"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -22,8 +23,21 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
 PAGE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-_LIMITS = {"max_batch_tokens": 2**20, "max_num_seqs": 2**16, "max_model_len": 2**31}
+_LIMITS = {
+    "max_batch_tokens": 2**20,
+    "max_num_seqs": 2**16,
+    "max_model_len": 2**31,
+    "refill_seats": 2**16,
+    "max_graphs": 2**12,
+}
 """Beyond these a value is a slip of the finger: tables of that size would not fit a machine."""
+
+_BY_DEVICE: Any = None
+"""Default of a setting that is given its value by `device`."""
+_CPU_DEFAULTS = {"memory": "1GiB", "max_batch_tokens": 512, "max_num_seqs": 64}
+_GPU_DEFAULTS = {"memory": 0.9, "max_batch_tokens": 8192, "max_num_seqs": 512}
+_REFILL_SHARE = 16
+"""On a GPU the seats are refilled in groups of one in so many."""
 
 
 def parse_bytes(name: str, value: int | str) -> int:
@@ -52,11 +66,16 @@ class EngineConfig:
     Attributes:
         dtype: of weights, KV cache and adapters; "auto" takes the checkpoint's own, and float32 on a CPU.
         load_format: how weights are found; "auto" goes by what lies at the path, "dummy" makes them by `seed`.
-        device: "cpu" (a GPU comes with a later release).
-        memory: budget of the page pool: a size ("1GiB", or bytes).
+        device: "cpu", "cuda" or "cuda:N".
+        attention: on a GPU: "flashinfer", "triton" (our own kernels), or "auto": the first where it can be had.
+        memory: budget of the page pool: a size ("1GiB", or bytes); on a GPU also a fraction below 1 of all its memory,
+            of which the weights and what a step needs are taken first.
         page_tokens: tokens of KV in a page; small pages waste less on small adapters, large ones need fewer indices.
         max_batch_tokens: rows computed in one step at most; long prompts are computed in chunks of what is left.
         max_num_seqs: sequences that run at a time at most.
+        refill_seats: seats that must be free before prompts are computed while others decode. On a GPU prompts are
+            computed in groups, so that most steps replay a graph; it delays nobody while more seats than that are free.
+        max_graphs: captured decode steps that a GPU keeps; 0 captures none.
         max_model_len: prompt + max_tokens at most; None takes the model's own context.
         adapter_host_memory: budget of host memory for registered adapters; beyond it they are read from disk again.
         overlap: plan step k+1 while step k runs. Off, a step is planned after the one before has been read.
@@ -68,31 +87,41 @@ class EngineConfig:
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
     device: str = "cpu"
-    memory: int | str = "1GiB"
+    attention: Attention = "auto"
+    memory: int | float | str = _BY_DEVICE
     page_tokens: int = 16
-    max_batch_tokens: int = 512
-    max_num_seqs: int = 64
+    max_batch_tokens: int = _BY_DEVICE
+    max_num_seqs: int = _BY_DEVICE
+    refill_seats: int = _BY_DEVICE
+    max_graphs: int = 256
     max_model_len: int | None = None
     adapter_host_memory: int | str = "4GiB"
     overlap: bool = True
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", Dtype), ("load_format", LoadFormat)):
+        for name, allowed in (("dtype", Dtype), ("load_format", LoadFormat), ("attention", Attention)):
             if getattr(self, name) not in allowed.__args__:  # type: ignore[attr-defined]
                 raise ConfigError(f"{name} must be one of {', '.join(allowed.__args__)}, got {getattr(self, name)!r}")  # type: ignore[attr-defined]
-        if self.device != "cpu":
-            raise ConfigError(f'device must be "cpu", got {self.device!r}')
-        for name in ("memory", "adapter_host_memory"):
-            object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", self.device):
+            raise ConfigError(f'device must be "cpu", "cuda" or "cuda:N", got {self.device!r}')
+        self._fill_in()
+        object.__setattr__(self, "adapter_host_memory", parse_bytes("adapter_host_memory", self.adapter_host_memory))
+        fraction = _fraction(self.memory)
+        if fraction is None or self.device == "cpu":
+            object.__setattr__(self, "memory", parse_bytes("memory", cast(int | str, self.memory)))
+        else:
+            object.__setattr__(self, "memory", fraction)
         if isinstance(self.page_tokens, bool | float) or self.page_tokens not in PAGE_TOKENS:
             raise ConfigError(f"page_tokens must be one of {', '.join(map(str, PAGE_TOKENS))}, got {self.page_tokens}")
-        for name in ("max_batch_tokens", "max_num_seqs", "max_model_len"):
+        for name, least in (
+            ("max_batch_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 1), ("refill_seats", 1), ("max_graphs", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if name == "max_model_len" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LIMITS[name]:
-                raise ConfigError(f"{name} must be a whole number from 1 to {_LIMITS[name]}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LIMITS[name]:
+                raise ConfigError(f"{name} must be a whole number from {least} to {_LIMITS[name]}, got {value!r}")
         if not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap must be true or false, got {self.overlap!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -103,9 +132,25 @@ class EngineConfig:
                 "a step could not give every running sequence its token"
             )
 
+    def _fill_in(self) -> None:
+        """Give the settings that nobody has set what suits the device."""
+        defaults = dict(_CPU_DEFAULTS if self.device == "cpu" else _GPU_DEFAULTS)
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.refill_seats is None and isinstance(self.max_num_seqs, int):
+            group = 1 if self.device == "cpu" else max(1, self.max_num_seqs // _REFILL_SHARE)
+            object.__setattr__(self, "refill_seats", group)
+
+    @property
+    def memory_fraction(self) -> float | None:
+        """The share of the GPU's memory that is ours; None if `memory` is a size."""
+        return _fraction(self.memory)
+
     @property
     def memory_bytes(self) -> int:
-        return parse_bytes("memory", self.memory)
+        """Budget of the pool. Raises: ConfigError: it is a fraction, of a GPU that must be asked."""
+        return parse_bytes("memory", cast(int | str, self.memory))
 
     @property
     def adapter_host_memory_bytes(self) -> int:
@@ -119,6 +164,17 @@ class EngineConfig:
             if key not in known:
                 raise ConfigError(unknown_setting(key, known))
         return cls(**settings)
+
+
+def _fraction(value: object) -> float | None:
+    """A share of the memory, between 0 and 1, given as a number or as text; None if it is something else."""
+    if isinstance(value, bool) or not isinstance(value, float | str):
+        return None
+    try:
+        share = float(value)
+    except ValueError:
+        return None
+    return share if 0.0 < share < 1.0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,25 @@ import torch
 
 from interleaf.attention import AttentionRows, ChunkRows, TorchSdpa
 from interleaf.attention.torch_sdpa import _buckets
+from interleaf.kernels.rotary import RopeAngles
 from interleaf.memory.geometry import PageGeometry
 from interleaf.memory.page_table import PageTable
 from interleaf.memory.pool import PagePool
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 16
+
+
+def angles_of(positions, dtype):
+    """Rotations by radians that differ from pair to pair; cosine and sine rounded to the dtype."""
+    radians = torch.tensor(positions).double()[:, None, None] * torch.linspace(1, 0.1, HEAD_DIM // 2).double()
+    return RopeAngles(radians.cos().repeat(1, 1, 2).to(dtype), radians.sin().to(dtype))
+
+
+def turned(x, angles):
+    """The heads of x as complex numbers, element i with element i + HEAD_DIM / 2, times the rotations; float64."""
+    pairs = torch.complex(*x.double().unflatten(-1, (2, -1)).unbind(-2))
+    product = pairs * torch.complex(angles.cos[..., : HEAD_DIM // 2].double(), angles.sin.double())
+    return torch.cat([product.real, product.imag], dim=-1)
 
 
 class Sequences:
@@ -41,8 +55,11 @@ class Sequences:
         answers = []
         for layer in range(LAYERS):
             qkv = torch.randn(len(rows), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=self.random)
-            q, k, v = qkv.to(self.pool.data.dtype).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            answers.append((step.forward(layer, q, k, v), self.expected(layer, rows, q, k, v)))
+            qkv = qkv.to(self.pool.data.dtype)
+            angles = angles_of([position for _, position in rows], qkv.dtype)
+            q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            expected = self.expected(layer, rows, turned(q, angles), turned(k, angles), v)
+            answers.append((step.forward(layer, qkv, angles), expected))
         for seat, _ in rows:
             self.table.lengths[seat] += 1
         return answers
@@ -131,13 +148,13 @@ def test_a_step_keeps_its_tables_when_they_change_after_it_was_prepared():
     sequences.table.grow(0, (sequences.free.pop(),))
     step = sequences.attention.prepare(AttentionRows(sequences.table, seats))
     again = sequences.attention.prepare(AttentionRows(sequences.table, seats))
-    q = torch.randn(2, HEADS, HEAD_DIM, generator=sequences.random)
-    k = torch.randn(2, KV_HEADS, HEAD_DIM, generator=sequences.random)
-    expected = step.forward(0, q, k, k)
+    qkv = torch.randn(2, HEADS + 2 * KV_HEADS, HEAD_DIM, generator=sequences.random)
+    angles = angles_of([6, 3], qkv.dtype)
+    expected = step.forward(0, qkv.clone(), angles)
     sequences.table.vacate(0)
     sequences.table.start(0, (sequences.free.pop(),))
     sequences.table.advance(seats, 1)
-    assert torch.equal(again.forward(0, q, k, k), expected)
+    assert torch.equal(again.forward(0, qkv.clone(), angles), expected)
 
 
 def test_buckets_pad_no_long_row_to_more_than_twice_its_length():

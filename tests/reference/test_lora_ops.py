@@ -326,9 +326,7 @@ def test_contradictory_adapters_and_segments_are_refused():
         PooledAdapter(layout, [0, 1, 2], num_layers=4, lane_elems=640)
     with pytest.raises(ValueError, match=r"1792 elements does not fit 3 lanes of 64 elements"):
         PooledAdapter(layout, [0, 1, 2], num_layers=2, lane_elems=64)
-    with pytest.raises(ValueError, match=r"device must be cpu or cuda, got meta"):
-        PooledAdapter(layout, [0, 1, 2], **ok, device="meta")
-    with pytest.raises(ValueError, match=r"need images in StreamOrder.TILES"):
+    with pytest.raises(ValueError, match=r"device must be cpu, got cuda"):
         PooledAdapter(layout, [0, 1, 2], **ok, device="cuda")
     tiled = StreamLayout(stream.spans, stream.elems, StreamOrder.TILES, 32)
     with pytest.raises(ValueError, match=r"need images in StreamOrder.ROWS"):

@@ -1,8 +1,9 @@
 """A host tier and a runner without tensors, and the scheduler around them.
 
-The fake runner keeps a memory of its own: every KV slot remembers which sequence wrote which token into it, every
-adapter page which part of which adapter. A token is a function of what is *read back* through the page tables, so a
-page handed out too early, a stale table or a lost token gives other tokens than `expected_tokens`.
+The fake runner keeps a memory of its own: every KV slot remembers which sequence wrote which token into it, with which
+adapter and after which tokens; every adapter page which part of which adapter. A token is a function of what is *read
+back* through the page tables, so a page handed out too early, a stale table or a lost token gives other tokens than
+`expected_tokens`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from interleaf.core import (
 )
 from interleaf.engine.engine import Engine
 from interleaf.memory.allocator import PageAllocator
-from interleaf.memory.eviction import Lru
+from interleaf.memory.eviction import EvictionPolicy, Lru
 from interleaf.memory.geometry import PageGeometry
-from interleaf.scheduler.admission import Optimistic
+from interleaf.memory.prefix import PrefixCache
+from interleaf.scheduler.admission import Admission, Optimistic
+from interleaf.scheduler.loads import LoadLimits
 from interleaf.scheduler.policy import Fcfs
 from interleaf.scheduler.preemption import LatestArrival
 from interleaf.scheduler.scheduler import Scheduler
@@ -90,6 +93,7 @@ class _Seat:
     start: SeatStart
     pages: list[int]
     tokens: list[int]
+    num_written: int
 
 
 @dataclass
@@ -122,6 +126,8 @@ class FakeRunner:
         self.launched: deque[_Handle] = deque()
         self.reports: list[_Load] = []
         self.broken_copies: set[str] = set()
+        self.slow_copies: set[str] = set()
+        self.copying: dict[AdapterUid, tuple[int, ...]] = {}
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
         self.rows_computed = 0
@@ -137,6 +143,9 @@ class FakeRunner:
     def poll_loads(self) -> list[_Load]:
         reports, self.reports = self.reports, []
         return reports
+
+    def wait_for_load(self) -> bool:
+        return False  # a copy ends with the step that began it
 
     def close(self) -> None:
         while self.launched:
@@ -158,13 +167,15 @@ class FakeRunner:
             if load.uid in self.broken_copies:
                 self.reports.append(_Load(load.uid, "the copy broke"))
                 continue
-            for part, page in enumerate(load.pages):
-                self.memory[page] = {"adapter": (load.uid, part)}
-            self.adapters[load.uid] = load.pages
-            self.reports.append(_Load(load.uid))
+            if load.uid in self.slow_copies:
+                self.copying[load.uid] = load.pages
+            else:
+                self._end_copy(load.uid, load.pages)
         for start in plan.start:
             assert start.seat not in self.seats, "the seat is taken"
-            self.seats[start.seat] = _Seat(start, list(start.pages), list(start.token_ids))
+            assert start.num_cached % self.page_tokens == 0
+            assert start.num_cached < len(start.token_ids), "nothing is left to sample from"
+            self.seats[start.seat] = _Seat(start, list(start.pages), list(start.token_ids), start.num_cached)
         for grow in plan.grow:
             self.seats[grow.seat].pages.extend(grow.pages)
         sampled = {}
@@ -174,6 +185,7 @@ class FakeRunner:
             sampled[seat] = self._sample(state)
         for chunk in plan.chunks:
             state = self.seats[chunk.seat]
+            assert chunk.first == state.num_written, "a chunk does not continue the last one"
             for position in range(chunk.first, chunk.first + chunk.count):
                 self._write(state, position)
             if chunk.samples:
@@ -181,19 +193,37 @@ class FakeRunner:
                 sampled[chunk.seat] = self._sample(state)
         return StepResult(tuple(sampled[seat] for seat in plan.sampled_seats))
 
+    def finish_copies(self) -> None:
+        """The slow copies that were begun have ended."""
+        for uid, pages in self.copying.items():
+            self._end_copy(uid, pages)
+        self.copying.clear()
+
+    def _end_copy(self, uid: AdapterUid, pages: tuple[int, ...]) -> None:
+        for part, page in enumerate(pages):
+            self.memory[page] = {"adapter": (uid, part)}
+        self.adapters[uid] = pages
+        self.reports.append(_Load(uid))
+
     def _write(self, state: _Seat, position: int) -> None:
         page = self.memory[state.pages[position // self.page_tokens]]
         page.pop("adapter", None)
-        page[position % self.page_tokens] = (state.start.seed, position, state.tokens[position])
+        page[position % self.page_tokens] = (state.start.seed, *self._content(state, position))
+        state.num_written = position + 1
         self.rows_computed += 1
+
+    @staticmethod
+    def _content(state: _Seat, position: int) -> tuple[object, ...]:
+        """What KV depends on: the adapter, the token and all tokens before it."""
+        return state.start.adapter, position, state.tokens[position], hash(tuple(state.tokens[:position]))
 
     def _sample(self, state: _Seat) -> int:
         context = []
         for position in range(len(state.tokens)):
-            seed, written_at, token = self.memory[state.pages[position // self.page_tokens]][
-                position % self.page_tokens
-            ]
-            assert (seed, written_at) == (state.start.seed, position), "the slot holds somebody else's KV"
+            seed, *content = self.memory[state.pages[position // self.page_tokens]][position % self.page_tokens]
+            assert tuple(content) == self._content(state, position), "the slot holds KV of something else"
+            assert seed == state.start.seed or position < state.start.num_cached, "the slot is somebody else's"
+            token = content[2]
             context.append(token)
         uid = state.start.adapter
         if uid is not None:
@@ -214,10 +244,16 @@ class FakeSystem:
     max_batch_tokens: int = 16
     max_num_seqs: int = 4
     lookahead: int = 1
+    refill_seats: int = 1
+    loads: LoadLimits = field(default_factory=LoadLimits)
+    admission: Admission = field(default_factory=Optimistic)
+    eviction: EvictionPolicy = field(default_factory=Lru)
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         self.allocator = PageAllocator(self.num_pages)
-        self.residency = Residency(self.allocator, Lru())
+        self.residency = Residency(self.allocator, self.eviction)
+        self.prefixes = PrefixCache(self.allocator, self.residency.reclaimer, self.page_tokens)
         self.images = FakeImages(self.adapters)
         self.runner = FakeRunner(self.num_pages, self.page_tokens)
         self.scheduler = Scheduler(
@@ -226,9 +262,12 @@ class FakeSystem:
             residency=self.residency,
             images=self.images,
             policy=Fcfs(),
-            admission=Optimistic(),
+            admission=self.admission,
             preemption=LatestArrival(),
             max_batch_tokens=self.max_batch_tokens,
             max_num_seqs=self.max_num_seqs,
+            refill_seats=self.refill_seats,
+            loads=self.loads,
+            prefixes=self.prefixes if self.prefix_cache else None,
         )
         self.engine = Engine(self.scheduler, self.runner, lookahead=self.lookahead)

@@ -18,10 +18,7 @@ from interleaf.core import (
     StreamLayout,
     StreamOrder,
 )
-from interleaf.kernels import LoraWork, PooledAdapter, build_work, lora_add
-from interleaf.kernels.cuda import paged_layers
-from interleaf.kernels.records import AdapterRecords
-from interleaf.kernels.reference import Scratch
+from interleaf.kernels import DeviceLora, LoraWork, lora_add
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton 3.6 takes int() of one-element arrays for the bounds of loops, which NumPy 2.4 refuses.
@@ -145,27 +142,19 @@ class Pool:
     def all_ranks(self, rank, modules=ALL) -> Adapter:
         return self.put([dict.fromkeys(modules, rank)] * self.layers)
 
+    def book(self, max_rows=64) -> DeviceLora:
+        return DeviceLora(num_layers=self.layers, lane_elems=self.lane_elems, max_rows=max_rows, device=DEVICE)
+
     def work(self, rows) -> LoraWork | None:
-        """The work of a batch; `rows`: the adapter, or None, of each row."""
-        at = {"num_layers": self.layers, "lane_elems": self.lane_elems}
-        if DEVICE.type == "cuda":
-            pooled = {id(a): PooledAdapter(a.layout, a.pages, **at, device=DEVICE) for a in rows if a}
-            return build_work([(pooled[id(a)] if a else None, t, 1) for t, a in enumerate(rows)])
-        of = {}
-        for t, a in enumerate(rows):
-            if a:
-                of.setdefault(id(a), (a, []))[1].append(t)
-        if not of:
+        """The work of a batch of any size; `rows`: the adapter, or None, of each row."""
+        book = self.book()
+        for adapter in {id(a): a for a in rows if a}.values():
+            book.add(id(adapter), adapter.layout, adapter.pages)
+        step = book.plan(segments(rows), graph=False)
+        if step is None:
             return None
-        adapters = [a for a, _ in of.values()]
-        layers = paged_layers(
-            [AdapterRecords(a.layout, a.pages, **at) for a in adapters],
-            [numbers for _, numbers in of.values()],
-            list(zip(*(a.layout.layer_layout for a in adapters), strict=True)),
-            DEVICE,
-        )
-        last_page = max(p for a in adapters for p in a.pages)
-        return LoraWork(len(rows), self.layers, self.lane_elems, last_page, DEVICE, layers, Scratch(0))
+        step.upload()
+        return step.work
 
     def inputs(self, group, num_rows):
         """x, y and y's copy."""
@@ -206,6 +195,11 @@ class Pool:
                 for t, adapter in enumerate(rows):
                     rest = ~self.touched(adapter, group, layer)
                     assert torch.equal(y[t, rest], before[t, rest])
+
+
+def segments(rows):
+    """One of each row."""
+    return [(id(a) if a else None, t, 1) for t, a in enumerate(rows)]
 
 
 def popularity(kind, adapters, num_rows, random):

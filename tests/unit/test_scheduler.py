@@ -237,6 +237,75 @@ def test_when_a_step_fails_every_request_ends_and_new_ones_are_refused() -> None
         system.engine.submit(request("late", (1,)), frozenset(), seed=1)
 
 
+def starts_by_step(system: FakeSystem) -> dict[int, int]:
+    """How many sequences each step started, those with none left out."""
+    return {plan.step: len(plan.start) for plan in system.runner.plans if plan.start}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_under_load_prompts_are_computed_in_groups_of_refill_seats(lookahead: int) -> None:
+    mixed = {}
+    for refill in (1, 3):
+        system = FakeSystem(num_pages=64, max_num_seqs=6, max_batch_tokens=64, lookahead=lookahead, refill_seats=refill)
+        for i in range(30):
+            system.engine.submit(request(f"r{i}", (1, 2), 5 + i % 7), frozenset(), seed=i)
+        tokens, _ = run(system)
+        for i in range(30):
+            assert tokens[f"r{i}", 0] == expected_tokens(None, i, (1, 2), 5 + i % 7, ignore_eos=True)
+        mixed[refill] = len([plan for plan in system.runner.plans if plan.start])
+        first, *groups, _ = starts_by_step(system).values()  # the last group may have run out of requests
+        assert first == 6, "an idle system starts whom it can"
+        assert all(count >= refill for count in groups)
+    assert mixed[3] * 2 <= mixed[1]
+
+
+def test_at_low_load_a_prompt_is_computed_at_once() -> None:
+    system = FakeSystem(num_pages=64, max_num_seqs=6, refill_seats=3)
+    for i in range(4):
+        system.engine.submit(request(f"r{i}", (1,), 20), frozenset(), seed=i)
+        system.engine.step()
+    assert starts_by_step(system) == {0: 1, 1: 1, 2: 1, 3: 1}
+    system.engine.submit(request("fifth", (1,), 20), frozenset(), seed=4)
+    system.engine.step()
+    assert system.scheduler.waiting_by_reason() == {WaitReason.SEATS: 1}, "two seats are free, groups are of three"
+    run(system)
+
+
+def test_nobody_is_held_back_while_nothing_decodes() -> None:
+    system = FakeSystem(num_pages=64, max_num_seqs=4, max_batch_tokens=4, refill_seats=4)
+    for i in range(3):
+        system.engine.submit(request(f"r{i}", tuple(range(1, 12)), 4), frozenset(), seed=i)
+        system.engine.step()
+    tokens, _ = run(system)
+    assert len(tokens) == 3
+
+
+def test_a_group_larger_than_the_token_budget_is_started_whole() -> None:
+    system = FakeSystem(num_pages=64, max_num_seqs=4, max_batch_tokens=8, refill_seats=4)
+    for i in range(8):
+        system.engine.submit(request(f"r{i}", tuple(range(1, 6)), 6), frozenset(), seed=i)
+    run(system)
+    steps = list(starts_by_step(system))
+    assert sum(starts_by_step(system).values()) == 8
+    second = [step for step in steps if step > max(steps) - 4]
+    assert sum(len(system.runner.plans[step].start) for step in second) == 4, (
+        "the four seats are filled one after another"
+    )
+
+
+def test_adapters_of_those_held_back_are_sent_for_meanwhile() -> None:
+    system = FakeSystem({"a": 2}, num_pages=64, max_num_seqs=4, refill_seats=3)
+    for i in range(3):
+        system.engine.submit(request(f"r{i}", (1,), 12), frozenset(), seed=i)
+    system.engine.step()
+    system.engine.submit(request("held", (1,), 2, "a"), frozenset(), seed=9)
+    for _ in range(4):
+        system.engine.step()
+    assert system.residency.resident() == ("a",)
+    assert system.scheduler.waiting_by_reason() == {WaitReason.SEATS: 1}
+    run(system)
+
+
 def test_a_steady_decode_step_is_a_nearly_empty_plan() -> None:
     system = FakeSystem(page_tokens=16, num_pages=64)
     for i in range(4):

@@ -1,11 +1,14 @@
-"""Allocator, residency, scheduler and step loop together under random arrivals, loads, faults, aborts and preemptions.
+"""Allocator, prefix cache, residency, eviction, scheduler and step loop together under random arrivals, loads, faults,
+aborts and preemptions.
 
-Every answer is compared with the model run alone; every request must end exactly once; pages must always balance.
+Every answer is compared with the model run alone; every request must end exactly once; pages must always balance; and
+whatever was done must give the same plans when it is done again.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,14 +33,20 @@ from interleaf.core import (
     TokenEvent,
 )
 from interleaf.memory.allocator import OwnerKind
+from interleaf.memory.eviction import CostAware, Lru, PageCosts
+from interleaf.scheduler.admission import Conservative, Estimated, Optimistic
+from interleaf.scheduler.loads import LoadLimits
 from tests.support.fake_engine import EOS, FakeSystem, expected_tokens
 
 ADAPTERS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8}
 MAX_MODEL_LEN = 24
+ADMISSIONS = {"optimistic": Optimistic, "estimated": lambda: Estimated(prior=4), "conservative": Conservative}
+EVICTIONS = {"lru": Lru, "cost": lambda: CostAware(PageCosts(adapter_s=1.0, prefix_s=3.0), half_life=5.0)}
+BEGINNINGS = [(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 5, 4, 3), (1, 2, 5, 5)]
 
 
 class ServingMachine(RuleBasedStateMachine):
-    """What clients, the host tier and the step loop can do, in any order."""
+    """What clients, the host tier, the copies and the step loop can do, in any order."""
 
     @initialize(
         page_tokens=st.sampled_from([1, 2, 4]),
@@ -45,11 +54,27 @@ class ServingMachine(RuleBasedStateMachine):
         seats=st.integers(1, 5),
         budget=st.integers(5, 20),
         lookahead=st.integers(0, 1),
+        refill=st.integers(1, 3),
+        max_loads=st.integers(1, 4),
+        prefetch=st.integers(0, 3),
+        admission=st.sampled_from(sorted(ADMISSIONS)),
+        eviction=st.sampled_from(sorted(EVICTIONS)),
+        prefix_cache=st.booleans(),
     )
-    def start(self, page_tokens: int, spare_pages: int, seats: int, budget: int, lookahead: int) -> None:
+    def start(
+        self, page_tokens: int, spare_pages: int, seats: int, budget: int, lookahead: int, refill: int, max_loads: int,
+        prefetch: int, admission: str, eviction: str, prefix_cache: bool,
+    ) -> None:  # fmt: skip
         # The engine's own promise at start: the largest adapter and the longest sequence fit together.
         num_pages = max(ADAPTERS.values()) + -(-MAX_MODEL_LEN // page_tokens) + spare_pages
-        self.system = FakeSystem(dict(ADAPTERS), num_pages, page_tokens, budget, seats, lookahead)
+        self.admission = admission
+        self.make_system = lambda: FakeSystem(
+            dict(ADAPTERS), num_pages, page_tokens, budget, seats, lookahead, min(refill, seats),
+            loads=LoadLimits(max_loads, prefetch), admission=ADMISSIONS[admission](), eviction=EVICTIONS[eviction](),
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
+        self.system = self.make_system()
+        self.script: list[Callable[[FakeSystem], object]] = []
         self.requests: dict[str, tuple[Request, int, bool]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.ends: dict[str, list[object]] = defaultdict(list)
@@ -57,59 +82,87 @@ class ServingMachine(RuleBasedStateMachine):
         self.cut: set[tuple[str, int]] = set()
         self.broken: set[str] = set()
 
+    def do(self, what: Callable[[FakeSystem], object]) -> None:
+        """Everything that changes the system goes through here, so that it can be done again."""
+        self.script.append(what)
+        what(self.system)
+
     @rule(
         adapter=st.sampled_from([None, *ADAPTERS]),
-        prompt=st.lists(st.integers(1, 5), min_size=1, max_size=12),
-        max_tokens=st.integers(1, 12),
+        beginning=st.sampled_from(BEGINNINGS),
+        prompt=st.lists(st.integers(1, 5), min_size=1, max_size=8),
+        max_tokens=st.integers(1, 8),
         n=st.sampled_from([1, 1, 1, 2]),
         stops=st.booleans(),
+        salt=st.sampled_from([None, None, "tenant"]),
     )
-    def submit(self, adapter: str | None, prompt: list[int], max_tokens: int, n: int, stops: bool) -> None:
+    def submit(
+        self, adapter: str | None, beginning: tuple[int, ...], prompt: list[int], max_tokens: int, n: int, stops: bool,
+        salt: str | None,
+    ) -> None:  # fmt: skip
         number = len(self.requests)
         uid = None if adapter is None else AdapterUid(adapter)
         params = SamplingParams(n=n, max_tokens=max_tokens)
-        request = Request(id=f"r{number}", prompt_token_ids=tuple(prompt), params=params, adapter=uid)
-        self.requests[request.id] = (request, 10 * number, stops)
-        self.system.engine.submit(request, frozenset({EOS} if stops else ()), seed=10 * number)
+        request = Request(
+            id=f"r{number}", prompt_token_ids=(*beginning, *prompt), params=params, adapter=uid, cache_salt=salt
+        )
+        self.requests[request.id] = (request, 1000 * number, stops)
+        stop_ids = frozenset({EOS}) if stops else frozenset()
+        self.do(lambda system: system.engine.submit(request, stop_ids, 1000 * number))
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.take(self.system.engine.step())
+            self.advance()
+
+    def advance(self) -> None:
+        self.script.append(lambda system: system.engine.step())
+        self.take(self.system.engine.step())
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         id_ = data.draw(st.sampled_from(sorted(self.requests)))
         self.aborted.add(id_)
-        self.system.engine.abort(id_)
+        self.do(lambda system: system.engine.abort(id_))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def end_one_sequence(self, data: st.DataObject) -> None:
         id_ = data.draw(st.sampled_from(sorted(self.requests)))
         self.cut.add((id_, 0))
-        self.system.engine.abort(id_, 0)
+        self.do(lambda system: system.engine.abort(id_, 0))
 
     @rule(adapter=st.sampled_from([*ADAPTERS]))
     def drop_from_host_memory(self, adapter: str) -> None:
         if not self.system.images.pins.get(adapter):
-            self.system.images.on_disk.add(adapter)
+            self.do(lambda system: system.images.on_disk.add(adapter))
 
     @rule()
     def finish_fetches(self) -> None:
-        self.system.images.finish_fetches()
+        self.do(lambda system: system.images.finish_fetches())
+
+    @rule(adapter=st.sampled_from([*ADAPTERS]), is_slow=st.booleans())
+    def change_speed(self, adapter: str, is_slow: bool) -> None:
+        change = set.add if is_slow else set.discard
+        self.do(lambda system: change(system.runner.slow_copies, adapter))
+
+    @rule()
+    def finish_copies(self) -> None:
+        self.do(lambda system: system.runner.finish_copies())
 
     @rule(adapter=st.sampled_from([*ADAPTERS]), how=st.sampled_from(["fetch", "copy", "mend"]))
     def break_or_mend(self, adapter: str, how: str) -> None:
-        images, runner = self.system.images, self.system.runner
-        if how == "fetch":
-            images.failed[adapter] = "unreadable"
-        elif how == "copy":
-            runner.broken_copies.add(adapter)
-        else:
-            images.failed.pop(adapter, None)
-            runner.broken_copies.discard(adapter)
+        def change(system: FakeSystem) -> None:
+            if how == "fetch":
+                system.images.failed[adapter] = "unreadable"
+            elif how == "copy":
+                system.runner.broken_copies.add(adapter)
+            else:
+                system.images.failed.pop(adapter, None)
+                system.runner.broken_copies.discard(adapter)
+
+        self.do(change)
         if how != "mend":
             self.broken.add(adapter)
 
@@ -118,7 +171,7 @@ class ServingMachine(RuleBasedStateMachine):
         """As the registry does: only what no open request refers to."""
         open_ = [r for r, _, _ in self.requests.values() if r.id not in self.ends and r.adapter == adapter]
         if not open_:
-            self.system.residency.remove(AdapterUid(adapter))
+            self.do(lambda system: system.scheduler.forget_adapter(AdapterUid(adapter)))
 
     def take(self, events: list[object]) -> None:
         for event in events:
@@ -134,14 +187,35 @@ class ServingMachine(RuleBasedStateMachine):
             return
         system = self.system
         system.allocator.check()
+        system.prefixes.check()
         assert system.scheduler.num_running <= system.max_num_seqs
-        used = Counter(system.allocator.owner(page) for page in range(system.num_pages))
+        assert len(system.prefixes) == system.allocator.num_used_pages(OwnerKind.PREFIX)
+        used = sum(system.allocator.num_used_pages(kind) for kind in OwnerKind)
+        assert used + system.allocator.num_free_pages == system.num_pages
         for name in ADAPTERS:
             uid = AdapterUid(name)
             pages = system.residency.pages(uid)
             assert len(pages) == (0 if system.residency.state(uid) is AdapterState.COLD else ADAPTERS[name])
             assert all(system.allocator.owner(page).key == name for page in pages)
-        assert sum(used.values()) == system.num_pages
+        waiting = system.scheduler.waiting_by_reason()
+        assert all(count > 0 for count in waiting.values())
+
+    @invariant()
+    def what_runs_is_in_the_pool(self) -> None:
+        """Asked of the runner, which holds what it was told: nothing pinned has been evicted."""
+        if not hasattr(self, "system"):
+            return
+        for seat in self.system.runner.seats.values():
+            uid = seat.start.adapter
+            if uid is not None and seat.start.seat not in self.vacated():
+                assert self.system.residency.state(uid) is AdapterState.RESIDENT
+
+    def vacated(self) -> set[int]:
+        """Seats that the runner will learn of with plans that it has not executed, or that are not made yet."""
+        seats = self.system.scheduler._seats
+        taken = {seq.seat for seq in seats}
+        planned = {seat for handle in self.system.runner.launched for seat in handle.plan.vacate}
+        return planned | (set(range(self.system.max_num_seqs)) - taken) | set(seats._vacated)
 
     def teardown(self) -> None:
         if not hasattr(self, "system"):
@@ -150,12 +224,16 @@ class ServingMachine(RuleBasedStateMachine):
         for _ in range(5000):
             if not system.engine.has_work:
                 break
-            self.take(system.engine.step())
-            system.images.finish_fetches()
-        self.take(system.engine.step())
+            self.advance()
+            self.do(lambda system: (system.images.finish_fetches(), system.runner.finish_copies()))
+        self.advance()
         assert not system.engine.has_work, system.scheduler.waiting_by_reason()
         assert system.allocator.num_used_pages(OwnerKind.KV) == 0
-        assert not any(system.images.pins.values())
+        assert system.prefixes.num_used_pages == 0
+        assert system.residency.num_busy_pages == sum(ADAPTERS[uid] for uid in system.runner.copying)
+        assert not any(count for uid, count in system.images.pins.items() if uid not in system.runner.copying)
+        if self.admission == "conservative":
+            assert system.scheduler.num_preemptions == 0
         for id_, (request, seed, stops) in self.requests.items():
             (end,) = self.ends[id_]
             allowed = [RequestFinished(id_)]
@@ -175,6 +253,10 @@ class ServingMachine(RuleBasedStateMachine):
                     assert got == right
         for plan in system.runner.plans:
             assert plan.num_tokens <= system.max_batch_tokens
+        again = self.make_system()
+        for what in self.script:
+            what(again)
+        assert again.runner.plans == system.runner.plans
 
 
 def check(examples: int, steps: int) -> None:
@@ -196,4 +278,9 @@ def test_random_traffic_keeps_every_invariant() -> None:
 
 @pytest.mark.long
 def test_random_traffic_keeps_every_invariant_for_long() -> None:
-    check(examples=1500, steps=100)
+    check(examples=1000, steps=100)
+
+
+@pytest.mark.long
+def test_ten_thousand_steps_on_one_system_keep_every_invariant() -> None:
+    check(examples=3, steps=10_000)

@@ -1,16 +1,19 @@
 """Moves adapters' images into their pages and says when they are there. Decides nothing; chooses no page.
 
 Two orderings must hold around a copy: a step must not read pages before their copy has ended, and a copy must not write
-into recycled pages while a step still reads them. Here a copy is a plain one, made inside `copy` by the thread that
-also executes steps, in the order of the plans: both hold because that thread does one thing after another. A device
-with copy streams of its own needs events instead.
+into recycled pages while a step still reads them. `AdapterCopier` makes plain copies, on the thread that also executes
+steps and in the order of the plans: both hold because that thread does one thing after another. `StreamCopier` copies
+beside the steps: a copy begins after an event that follows all steps launched so far, and is reported, so that steps
+may read the pages, when its own event has passed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -64,3 +67,99 @@ class AdapterCopier:
     def poll(self) -> list[LoadReport]:
         """Copies that have ended since the last call, in order."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
+
+
+class CopyEvent(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class CopyDevice(Protocol):
+    """What copying beside the steps takes of a device."""
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Inside, work is enqueued on the copy stream."""
+
+    def event(self) -> CopyEvent: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A copy that has been enqueued; its image is kept until it has ended."""
+
+    uid: AdapterUid
+    image: AdapterImage
+    ended: CopyEvent
+
+
+class StreamCopier:
+    """Copies into one pool on a stream of its own. All methods belong to the thread that launches steps.
+
+    Copies are as fast as the link where images are in pinned memory; from other memory they are staged by the driver,
+    and the launching thread waits for them.
+
+    Args:
+        image: the image of an adapter that its caller keeps in memory until the copy is reported.
+    """
+
+    def __init__(self, pool: PagePool, image: Callable[[AdapterUid], AdapterImage], device: CopyDevice) -> None:
+        self._pool = pool
+        self._image = image
+        self._device = device
+        self._under_way: deque[_UnderWay] = deque()
+        self._failed: list[LoadReport] = []
+
+    def copy(self, load: AdapterLoad) -> PooledLayout | None:
+        """Enqueue an adapter's copy behind all that is on the current stream, all layers of a page at once.
+
+        Returns: where everything will lie; None if the image could not be had, which `poll` then explains.
+        """
+        try:
+            image = self._image(load.uid)
+        except InterleafError as error:  # one adapter's trouble: the step goes on without it
+            self._failed.append(LoadReport(load.uid, str(error)))
+            return None
+        assert image.layout.pages == len(load.pages), f"{image.layout.pages} pages of image for {len(load.pages)}"
+        launched, ended = self._device.event(), self._device.event()
+        launched.record()
+        with self._device.copying():
+            launched.wait()
+            for first, page, count in _runs(load.pages):
+                self._pool.lanes[page : page + count].copy_(image.data[first : first + count], non_blocking=True)
+            ended.record()
+        self._under_way.append(_UnderWay(load.uid, image, ended))
+        return image.layout
+
+    def poll(self) -> list[LoadReport]:
+        """Copies that have ended since the last call, in order."""
+        reports, self._failed = self._failed, []
+        while self._under_way and self._under_way[0].ended.query():
+            reports.append(LoadReport(self._under_way.popleft().uid))
+        return reports
+
+    def wait(self) -> bool:
+        """Wait for the oldest copy under way. Returns: whether there was one."""
+        if self._under_way:
+            self._under_way[0].ended.synchronize()
+        return bool(self._under_way)
+
+    def close(self) -> None:
+        """Wait for every copy."""
+        while self.wait():
+            self._under_way.popleft()
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place in `pages`, page, count) of each run of neighbouring pages."""
+    first = 0
+    for at in range(1, len(pages) + 1):
+        if at == len(pages) or pages[at] != pages[at - 1] + 1:
+            yield first, pages[first], at - first
+            first = at

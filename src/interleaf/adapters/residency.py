@@ -4,19 +4,20 @@
                             └──────fail_load──────▶ COLD
 
 An adapter is *pinned* while a running sequence uses it, and while it is loading (its copy writes to its pages).
-Unpinned it stays warm until pages are wanted. Pages are handed on at once when an adapter leaves: whoever executes
-plans orders the next owner's writes after the last reads (`adapters/copy.py`).
+Unpinned it stays warm until pages are wanted: those that nobody waits for leave first, in the order of the eviction
+policy, then those whose first sequence is the last in line. Pages are handed on at once when an adapter leaves: whoever
+executes plans orders the next owner's writes after the last reads (`adapters/copy.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from interleaf.core import AdapterUid
 from interleaf.memory.allocator import OwnerKind, PageAllocator, PageOwner
-from interleaf.memory.eviction import EvictionPolicy
+from interleaf.memory.eviction import Evictable, EvictionPolicy, Reclaimer
 
 
 class AdapterState(Enum):
@@ -27,33 +28,72 @@ class AdapterState(Enum):
     RESIDENT = "resident"
 
 
-@dataclass(slots=True)
-class _Pooled:
-    pages: tuple[int, ...]
-    state: AdapterState
-    users: int = 0
-    doomed: bool = False
+class _Adapter(Evictable):
+    """An adapter that a request has named. It is remembered while it is cold, for the sake of its use count.
+
+    Attributes:
+        users: running sequences.
+        waiters: waiting sequences.
+        doomed: it leaves as soon as its copy has ended.
+        ahead_of_need: it was loaded for a sequence that had no seat to take, and none has used it yet.
+    """
+
+    __slots__ = ("ahead_of_need", "doomed", "owner", "pages", "residency", "state", "uid", "users", "waiters")
+
+    def __init__(self, residency: Residency, uid: AdapterUid) -> None:
+        super().__init__(OwnerKind.ADAPTER, 0)
+        self.residency = residency
+        self.uid = uid
+        self.owner = PageOwner(OwnerKind.ADAPTER, uid)
+        self.pages: tuple[int, ...] = ()
+        self.state = AdapterState.COLD
+        self.users = 0
+        self.waiters = 0
+        self.doomed = False
+        self.ahead_of_need = False
+
+    def evict(self) -> None:
+        """Leave: the pages are wanted."""
+        self.residency.evict(self.uid)
 
 
 @dataclass(slots=True)
 class ResidencyCounts:
-    """Running totals. A *hit*: the adapter was resident when a request of it was first considered."""
+    """Running totals.
+
+    Attributes:
+        hits, misses: requests whose adapter was, or was not, resident when they were first considered.
+        late_prefetches: of neither kind: it was being copied, ahead of need.
+        prefetches: loads begun ahead of need; they are among `loads`.
+        prefetched_unused: of those, the adapters that left without having been used.
+    """
 
     hits: int = 0
     misses: int = 0
     loads: int = 0
     evictions: int = 0
     failed_loads: int = 0
+    late_prefetches: int = 0
+    prefetches: int = 0
+    prefetched_unused: int = 0
 
 
 class Residency:
-    """The adapters in the pool. All methods are called by the scheduler's thread."""
+    """The adapters in the pool. All methods are called by the scheduler's thread.
 
-    def __init__(self, allocator: PageAllocator, policy: EvictionPolicy[AdapterUid]) -> None:
+    Attributes:
+        reclaimer: the idle things of the pool, adapters and whatever else shares it.
+        num_busy_pages: pages of pinned adapters.
+    """
+
+    def __init__(self, allocator: PageAllocator, policy: EvictionPolicy) -> None:
         self._allocator = allocator
-        self._policy = policy
-        self._pooled: dict[AdapterUid, _Pooled] = {}
+        self.reclaimer = Reclaimer(allocator, policy)
+        self._known: dict[AdapterUid, _Adapter] = {}
+        self._pooled: dict[AdapterUid, _Adapter] = {}
         self._evicted: list[AdapterUid] = []
+        self._num_awaited_pages = 0  # of adapters that would be idle if nobody waited for them
+        self.num_busy_pages = 0
         self.counts = ResidencyCounts()
 
     def state(self, uid: AdapterUid) -> AdapterState:
@@ -65,95 +105,200 @@ class Residency:
         entry = self._pooled.get(uid)
         return () if entry is None else entry.pages
 
+    def is_ahead_of_need(self, uid: AdapterUid) -> bool:
+        """Whether an adapter was sent for ahead of need and has not been used yet."""
+        entry = self._pooled.get(uid)
+        return entry is not None and entry.ahead_of_need
+
     def resident(self) -> tuple[AdapterUid, ...]:
         return tuple(uid for uid, entry in self._pooled.items() if entry.state is AdapterState.RESIDENT)
 
-    def count_lookup(self, state: AdapterState) -> None:
-        """A request of an adapter in that state was considered for the first time."""
-        if state is AdapterState.RESIDENT:
+    # ------------------------------------------------------------------ who wants it
+
+    def count_use(self, uid: AdapterUid) -> None:
+        """A request of it has arrived."""
+        self.reclaimer.policy.tick()
+        self.reclaimer.touch(self._entry(uid))
+
+    def add_waiter(self, uid: AdapterUid) -> None:
+        """A sequence of it waits."""
+        entry = self._entry(uid)
+        self._be_busy(entry)
+        entry.waiters += 1
+        self._be_idle(entry)
+
+    def remove_waiter(self, uid: AdapterUid) -> None:
+        """A sequence of it waits no longer."""
+        entry = self._known[uid]
+        assert entry.waiters > 0
+        self._be_busy(entry)
+        entry.waiters -= 1
+        self._be_idle(entry)
+
+    def count_lookup(self, uid: AdapterUid) -> None:
+        """A request of it is considered for the first time."""
+        entry = self._entry(uid)
+        if entry.state is AdapterState.RESIDENT:
             self.counts.hits += 1
+        elif entry.ahead_of_need:
+            self.counts.late_prefetches += 1
         else:
             self.counts.misses += 1
-
-    def start_load(self, uid: AdapterUid, num_pages: int) -> tuple[int, ...]:
-        """Pages for a cold adapter, which is LOADING from now on.
-
-        Raises: OutOfPages: make room first.
-        """
-        assert uid not in self._pooled, f"adapter {uid} is {self.state(uid).value}"
-        pages = self._allocator.alloc(num_pages, PageOwner(OwnerKind.ADAPTER, uid))
-        self._pooled[uid] = _Pooled(pages, AdapterState.LOADING)
-        self.counts.loads += 1
-        return pages
-
-    def finish_load(self, uid: AdapterUid) -> None:
-        """The copy is ordered before every later step: the adapter is RESIDENT."""
-        entry = self._pooled[uid]
-        assert entry.state is AdapterState.LOADING
-        entry.state = AdapterState.RESIDENT
-        self._policy.touch(uid)
-        if entry.doomed:
-            self._drop(uid)
-
-    def fail_load(self, uid: AdapterUid) -> None:
-        """The copy failed: the adapter is COLD again and its pages are free."""
-        assert self._pooled[uid].state is AdapterState.LOADING
-        self.counts.failed_loads += 1
-        self._drop(uid)
 
     def pin(self, uid: AdapterUid) -> None:
         """A sequence that uses the adapter takes a seat."""
         entry = self._pooled[uid]
         assert entry.state is AdapterState.RESIDENT
+        if entry.users == 0:
+            self._be_busy(entry)
+            self.num_busy_pages += len(entry.pages)
         entry.users += 1
-        self._policy.touch(uid)
+        entry.ahead_of_need = False
 
     def unpin(self, uid: AdapterUid) -> None:
         """A sequence that used the adapter has left its seat."""
         entry = self._pooled[uid]
         assert entry.users > 0
         entry.users -= 1
-        self._policy.touch(uid)
+        if entry.users == 0:
+            self.num_busy_pages -= len(entry.pages)
+            self.reclaimer.policy.released(entry)
+            self._be_idle(entry)
 
-    def make_room(self, num_pages: int, keep: Container[AdapterUid] = ()) -> bool:
-        """Evict idle adapters until `num_pages` are free; those in `keep` stay.
+    # ------------------------------------------------------------------ loads
+
+    def start_load(self, uid: AdapterUid, num_pages: int, *, ahead_of_need: bool = False) -> tuple[int, ...]:
+        """Pages for a cold adapter, which is LOADING from now on.
+
+        Raises: OutOfPages: make room first.
+        """
+        entry = self._entry(uid)
+        assert entry.state is AdapterState.COLD, f"adapter {uid} is {entry.state.value}"
+        entry.pages = self._allocator.alloc(num_pages, entry.owner)
+        entry.num_pages = num_pages
+        entry.state = AdapterState.LOADING
+        entry.ahead_of_need = ahead_of_need
+        self._pooled[uid] = entry
+        self.num_busy_pages += num_pages
+        self.counts.loads += 1
+        self.counts.prefetches += ahead_of_need
+        return entry.pages
+
+    def finish_load(self, uid: AdapterUid) -> None:
+        """The copy is ordered before every later step: the adapter is RESIDENT."""
+        entry = self._pooled[uid]
+        assert entry.state is AdapterState.LOADING
+        self.num_busy_pages -= len(entry.pages)
+        entry.state = AdapterState.RESIDENT
+        self.reclaimer.policy.released(entry)
+        self._be_idle(entry)
+        if entry.doomed:
+            self._drop(entry)
+            self._forget(entry)
+
+    def fail_load(self, uid: AdapterUid) -> None:
+        """The copy failed: the adapter is COLD again and its pages are free."""
+        entry = self._pooled[uid]
+        assert entry.state is AdapterState.LOADING
+        self.num_busy_pages -= len(entry.pages)
+        self.counts.failed_loads += 1
+        self._drop(entry)
+
+    def abandon_load(self, uid: AdapterUid) -> None:
+        """Nobody waits for a copy any longer. It still writes to its pages: they are free once its end is reported."""
+        entry = self._pooled[uid]
+        assert entry.state is AdapterState.LOADING
+        entry.doomed = True
+
+    # ------------------------------------------------------------------ who leaves
+
+    def make_room(self, num_pages: int, last_in_line: Iterable[AdapterUid] = ()) -> bool:
+        """Evict idle things until `num_pages` are free.
+
+        Args:
+            last_in_line: adapters that only sequences wait for which may be overtaken, the furthest behind first: when
+                nothing else is idle they leave too.
 
         Returns: whether that many are free now. When it cannot be had, nothing is evicted.
         """
-        short = num_pages - self._allocator.num_free_pages
-        if short <= 0:
+        if self.reclaimer.make_room(num_pages):
             return True
+        short = num_pages - self._allocator.num_free_pages - self.reclaimer.num_idle_pages
+        if short > self._num_awaited_pages:
+            return False
         victims = []
-        for uid in self._policy.candidates():
-            entry = self._pooled[uid]
-            if entry.users == 0 and uid not in keep:
-                victims.append(uid)
-                short -= len(entry.pages)
+        for uid in last_in_line:
+            entry = self._pooled.get(uid)
+            if entry is not None and entry.state is AdapterState.RESIDENT and entry.users == 0:
+                victims.append(entry)
+                short -= entry.num_pages
                 if short <= 0:
                     for victim in victims:
-                        self.counts.evictions += 1
-                        self._drop(victim)
-                    return True
+                        self.evict(victim.uid)
+                    return self.reclaimer.make_room(num_pages)
         return False
+
+    def make_room_ahead(self, uid: AdapterUid, num_pages: int) -> bool:
+        """Make room to load an adapter ahead of need: only what is idle, unawaited and worth less than it leaves."""
+        return self.reclaimer.make_room_for(self._entry(uid), num_pages)
 
     def remove(self, uid: AdapterUid) -> None:
         """The adapter was withdrawn and no request refers to it: its pages are freed, those under a copy after it."""
-        entry = self._pooled.get(uid)
+        entry = self._known.get(uid)
         if entry is None:
             return
         if entry.state is AdapterState.LOADING:
             entry.doomed = True
-        else:
-            self._drop(uid)
+            return
+        if entry.state is AdapterState.RESIDENT:
+            self._drop(entry)
+        self._forget(entry)
+
+    def evict(self, uid: AdapterUid) -> None:
+        """An idle adapter leaves."""
+        self.counts.evictions += 1
+        self._drop(self._pooled[uid])
 
     def take_evicted(self) -> tuple[AdapterUid, ...]:
         """The adapters that have left since the last call, for the next plan."""
+        if not self._evicted:
+            return ()
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
-    def _drop(self, uid: AdapterUid) -> None:
-        entry = self._pooled.pop(uid)
+    def _entry(self, uid: AdapterUid) -> _Adapter:
+        entry = self._known.get(uid)
+        if entry is None:
+            entry = self._known[uid] = _Adapter(self, uid)
+        return entry
+
+    def _forget(self, entry: _Adapter) -> None:
+        if not entry.waiters:
+            del self._known[entry.uid]
+
+    def _be_idle(self, entry: _Adapter) -> None:
+        """Let it leave if it may, and by the way that fits."""
+        if entry.state is AdapterState.RESIDENT and entry.users == 0:
+            if entry.waiters:
+                self._num_awaited_pages += entry.num_pages
+            else:
+                self.reclaimer.add(entry)
+
+    def _be_busy(self, entry: _Adapter) -> None:
+        """Undo `_be_idle`."""
+        if entry.state is AdapterState.RESIDENT and entry.users == 0:
+            if entry.waiters:
+                self._num_awaited_pages -= entry.num_pages
+            else:
+                self.reclaimer.discard(entry)
+
+    def _drop(self, entry: _Adapter) -> None:
         assert entry.users == 0
-        self._policy.forget(uid)
-        self._allocator.free(entry.pages, PageOwner(OwnerKind.ADAPTER, uid))
-        self._evicted.append(uid)
+        self._be_busy(entry)
+        self.counts.prefetched_unused += entry.ahead_of_need
+        entry.ahead_of_need = entry.doomed = False
+        entry.state = AdapterState.COLD
+        self._allocator.free(entry.pages, entry.owner)
+        entry.pages = ()
+        del self._pooled[entry.uid]
+        self._evicted.append(entry.uid)

@@ -13,10 +13,10 @@ from concurrent.futures import Executor
 import torch
 
 from interleaf.adapters.host_tier import HostEntry, HostTier
-from interleaf.adapters.image import build
-from interleaf.adapters.parsed import AdapterSummary
+from interleaf.adapters.image import AdapterImage, build
+from interleaf.adapters.parsed import AdapterSummary, ParsedAdapter
 from interleaf.adapters.sources import open_adapter
-from interleaf.core import AdapterUid, ModelSpec
+from interleaf.core import AdapterUid, ModelSpec, StreamOrder
 from interleaf.errors import AdapterLoadFailed, InterleafError
 from interleaf.memory.geometry import PageGeometry
 from interleaf.parallel.shard import Shard
@@ -27,6 +27,8 @@ class AdapterStore(HostTier):
 
     Args:
         budget_bytes: of images in memory.
+        order: of the streams of the images, as the device's kernels want it.
+        prepare: makes an image ready for copies to the device.
         fetch: where images are read again; None reads them inside `prepare`. It stays its owner's.
         now: seconds, monotonic.
     """
@@ -40,9 +42,13 @@ class AdapterStore(HostTier):
         budget_bytes: int,
         fetch: Executor | None = None,
         *,
+        order: StreamOrder = StreamOrder.ROWS,
+        prepare: Callable[[AdapterImage], AdapterImage] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(budget_bytes, now=now)
+        self._order = order
+        self._prepare = prepare
         self._spec = spec
         self._shard = shard
         self._geometry = geometry
@@ -56,7 +62,7 @@ class AdapterStore(HostTier):
         Raises: AdapterRejected: with every problem; nothing has changed.
         """
         parsed = open_adapter(source, self._spec)
-        image = build(parsed, self._shard, self._geometry, self._dtype)
+        image = self._build(parsed)
         with self._lock:
             self._summaries[parsed.uid] = parsed.summary()
             self._register(parsed.uid, source, image)
@@ -68,6 +74,10 @@ class AdapterStore(HostTier):
         if summary is None:
             raise AdapterLoadFailed(uid, "it is not registered")
         return summary
+
+    def _build(self, parsed: ParsedAdapter) -> AdapterImage:
+        image = build(parsed, self._shard, self._geometry, self._dtype, self._order)
+        return image if self._prepare is None else self._prepare(image)
 
     def _fetch(self, uid: AdapterUid, entry: HostEntry) -> None:
         if self._executor is None:
@@ -89,7 +99,7 @@ class AdapterStore(HostTier):
             try:
                 parsed = open_adapter(source, self._spec)
                 if parsed.uid == uid:
-                    self._arrived(uid, entry, build(parsed, self._shard, self._geometry, self._dtype), None)
+                    self._arrived(uid, entry, self._build(parsed), None)
                     return
                 failures.append(f"{source} has changed since it was registered: it now holds adapter {parsed.uid[:12]}")
             except InterleafError as error:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from interleaf.kernels.rotary import RopeAngles
 from interleaf.memory.page_table import Ints, PageTable
 
 
@@ -36,10 +37,13 @@ class AttentionRows:
 class StepAttention(Protocol):
     """Attention of one step, the same for every layer but for the layer's number."""
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v to the pool, then let every row attend to its sequence up to and including itself.
+    def forward(self, layer: int, qkv: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+        """Rotate q and k, write k and v to the pool, then let every row attend to its sequence up to itself, included.
 
-        Args: q: [T, heads, head_dim].   k, v: [T, kv_heads, head_dim]; query head h reads KV head h // group.
+        Args:
+            qkv: [T, heads + 2 * kv_heads, head_dim], not rotated yet; may be overwritten. Query head h reads KV head
+                h // (heads / kv_heads).
+            angles: of the rows' positions.
         Returns: [T, heads * head_dim].
         """
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from interleaf.attention.base import AttentionRows, ChunkRows
+from interleaf.kernels.rotary import RopeAngles, rotate
 from interleaf.memory.page_table import Ints, PageTable
 from interleaf.memory.pool import LayerRows, PagePool
 
@@ -34,6 +35,7 @@ class TorchSdpa:
         self._slots = pool.kv_slots()
         self._dtype = pool.data.dtype
         self._page_tokens = pool.geometry.page_tokens
+        self._kv_heads = pool.geometry.num_kv_heads
 
     def prepare(self, rows: AttentionRows) -> SdpaStep:
         """Index arrays and masks of one step."""
@@ -51,7 +53,7 @@ class TorchSdpa:
                 row_seats.append(np.full(count, chunk.seat))
                 positions.append(np.arange(first, first + count))
         written = table.slots(np.concatenate(row_seats), np.concatenate(positions), self._slots.rows_per_page)
-        return SdpaStep(self._blocks, self._slots, torch.from_numpy(written), tuple(parts))
+        return SdpaStep(self._blocks, self._slots, self._kv_heads, torch.from_numpy(written), tuple(parts))
 
     def _gathered(self, table: PageTable, seats: Ints, start: Ints, stop: Ints) -> tuple[torch.Tensor, Ints, Ints]:
         """Blocks that hold positions [start, stop) of each seat, and what lies in their slots.
@@ -125,17 +127,21 @@ class SdpaStep:
 
     blocks: LayerRows
     slots: LayerRows
+    kv_heads: int
     written: torch.Tensor
     parts: tuple[_Decode | _Prefill, ...]
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, qkv: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
         """See StepAttention. Rows are written before they are read: a chunk attends to itself through the pool."""
+        kv_heads = self.kv_heads
+        qk = rotate(qkv[:, :-kv_heads], angles)
+        q = qk[:, :-kv_heads]
+        self.slots.k[layer].index_copy_(0, self.written, qk[:, -kv_heads:].flatten(1))
+        self.slots.v[layer].index_copy_(0, self.written, qkv[:, -kv_heads:].flatten(1))
         tokens, heads, head_dim = q.shape
-        self.slots.k[layer].index_copy_(0, self.written, k.flatten(1))
-        self.slots.v[layer].index_copy_(0, self.written, v.flatten(1))
         out = q.new_empty(tokens, heads * head_dim)
         for part in self.parts:
-            part.attend(q, self.blocks.k[layer], k.shape[1], out)
+            part.attend(q, self.blocks.k[layer], kv_heads, out)
         return out
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended: OpenAI's words, and `abort` for one that its caller ended."""
@@ -30,9 +32,10 @@ class TokenLogprobs:
     top: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """One more token of sequence `index` of a request; the sequence's last one says why it ended.
+
+    A msgspec struct, because one is made for every token: it takes a tenth of the time of a frozen dataclass.
 
     Attributes:
         stop_token: for FinishReason.STOP the token id that ended the sequence (it is also `token_id`).

@@ -33,6 +33,8 @@ class SeatStart:
         seed: of the sequence; output i is drawn from (seed, i), so a preempted sequence draws the same again.
         pages: KV pages for `token_ids`.
         stop_ids: token ids that end the sequence; not chosen before `params.min_tokens` outputs.
+        num_cached: tokens whose KV lies in the first pages already, shared with other sequences, which only read them
+            too: a whole number of pages. The first chunk begins there.
     """
 
     seat: int
@@ -43,6 +45,7 @@ class SeatStart:
     seed: int
     pages: tuple[int, ...]
     stop_ids: tuple[int, ...]
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

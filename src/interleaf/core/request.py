@@ -111,6 +111,10 @@ class Request:
 
     Whoever makes a Request holds a reference to its adapter until the request's terminal event.
 
+    Attributes:
+        cache_salt: only requests of the same salt share cached prefixes; a tenant's secret keeps it from learning, by
+            the time its prompts take, what others have asked.
+
     Raises: RequestRejected: the id or the prompt is empty, or a token id is negative.
     """
 
@@ -119,6 +123,7 @@ class Request:
     params: SamplingParams
     adapter: AdapterUid | None = None
     arrival_s: float = 0.0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if not self.id:

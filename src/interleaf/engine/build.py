@@ -11,13 +11,14 @@ import torch
 from interleaf.adapters.copy import AdapterCopier
 from interleaf.adapters.host_tier import HostTier
 from interleaf.adapters.image import require_tile
+from interleaf.adapters.pinned import pin
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.residency import Residency
 from interleaf.adapters.store import AdapterStore
 from interleaf.attention.torch_sdpa import TorchSdpa
 from interleaf.config import EngineConfig
-from interleaf.core import ModelSpec
-from interleaf.engine.engine import Engine
+from interleaf.core import ModelSpec, StreamOrder
+from interleaf.engine.engine import Engine, Runner
 from interleaf.engine.runner import TorchRunner
 from interleaf.engine.sampler import Sampler
 from interleaf.errors import ConfigError, PoolTooSmall
@@ -49,7 +50,7 @@ class EngineParts:
     registry: Registry
     store: HostTier
     scheduler: Scheduler
-    runner: TorchRunner
+    runner: Runner
     engine: Engine
     fetcher: ThreadPoolExecutor
 
@@ -89,31 +90,43 @@ def build_engine(
 
     Raises: ConfigError, ModelRejected, CheckpointError; PoolTooSmall: the longest sequence does not fit.
     """
+    device = _device(config)
+    is_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(model, config.load_format, config.seed or 0)
     try:
         spec = parse_spec(checkpoint.config, model)
         shard = Shard(spec)
         dtype = resolve_dtype(config, checkpoint)
         geometry = page_geometry(shard, config.page_tokens, dtype)
-        num_pages = geometry.pages_for_bytes(config.memory_bytes)
-        max_model_len = _max_model_len(config, spec, geometry, num_pages)
-        transformer = Transformer.load(
-            spec, shard, checkpoint, dtype, torch.device(config.device), progress and _named("weights", progress)
-        )
+        if config.memory_fraction is None:  # a budget that is too small is refused before minutes of reading
+            _max_model_len(config, spec, geometry, geometry.pages_for_bytes(config.memory_bytes))
+        transformer = Transformer.load(spec, shard, checkpoint, dtype, device, progress and _named("weights", progress))
     finally:
         checkpoint.close()
 
+    num_bytes = _pool_bytes(config, shard, dtype, device)
+    num_pages = geometry.pages_for_bytes(num_bytes)
+    max_model_len = _max_model_len(config, spec, geometry, num_pages)
     try:
-        pool = PagePool(geometry, num_pages, dtype, config.device)
+        pool = PagePool(geometry, num_pages + is_gpu, dtype, device)  # a GPU's runner has the last page
     except RuntimeError as error:  # torch's word for an allocation that failed
-        raise ConfigError(f"memory={config.memory_bytes} bytes cannot be had on {config.device}: {error}") from error
+        raise ConfigError(f"a pool of {num_bytes} bytes cannot be had on {config.device}: {error}") from error
     allocator = PageAllocator(num_pages)
     residency = Residency(allocator, Lru())
     # One torch thread: laying out an adapter must not take the cores from the step that runs meanwhile.
     fetcher = ThreadPoolExecutor(1, "adapter-fetch", torch.set_num_threads, (1,))
     store: HostTier
     if make_store is None:
-        store = AdapterStore(spec, shard, geometry, dtype, config.adapter_host_memory_bytes, fetcher)
+        store = AdapterStore(
+            spec,
+            shard,
+            geometry,
+            dtype,
+            config.adapter_host_memory_bytes,
+            fetcher,
+            order=stream_order(config),
+            prepare=pin if is_gpu else None,
+        )
     else:
         store = make_store(geometry, dtype)
     scheduler = Scheduler(
@@ -126,16 +139,9 @@ def build_engine(
         preemption=LatestArrival(),
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
+        refill_seats=config.refill_seats,
     )
-    runner = TorchRunner(
-        model=transformer,
-        attention=TorchSdpa(pool, spec.sliding_window),
-        pool=pool,
-        sampler=Sampler(config.max_num_seqs, spec.vocab_size, torch.device(config.device)),
-        copier=AdapterCopier(pool, store.image),
-        num_seats=config.max_num_seqs,
-        overlap=config.overlap,
-    )
+    runner = _runner(config, transformer, pool, store, max_model_len, progress and _named("warm-up", progress))
     engine = Engine(scheduler, runner, lookahead=1 if config.overlap else 0)
     return EngineParts(
         config=config,
@@ -154,6 +160,50 @@ def build_engine(
     )
 
 
+def stream_order(config: EngineConfig) -> StreamOrder:
+    """The order of adapters' images that the device's kernels take (docs/adr/0010-image-order-per-device.md)."""
+    return StreamOrder.ROWS if config.device == "cpu" else StreamOrder.TILES
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    from interleaf.engine.cuda.build import require_gpu
+
+    return require_gpu(config.device)
+
+
+def _pool_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> int:
+    if device.type == "cpu":
+        return config.memory_bytes
+    from interleaf.engine.cuda.build import pool_bytes
+
+    return pool_bytes(config, shard, dtype, device)
+
+
+def _runner(
+    config: EngineConfig,
+    transformer: Transformer,
+    pool: PagePool,
+    store: HostTier,
+    max_model_len: int,
+    progress: Callable[[int, int], None] | None,
+) -> Runner:
+    if config.device != "cpu":
+        from interleaf.engine.cuda.build import build_runner
+
+        return build_runner(config, transformer, pool, store.image, max_model_len, progress)
+    return TorchRunner(
+        model=transformer,
+        attention=TorchSdpa(pool, transformer.spec.sliding_window),
+        pool=pool,
+        sampler=Sampler(config.max_num_seqs, transformer.spec.vocab_size, transformer.device),
+        copier=AdapterCopier(pool, store.image),
+        num_seats=config.max_num_seqs,
+        overlap=config.overlap,
+    )
+
+
 def _max_model_len(config: EngineConfig, spec: ModelSpec, geometry: PageGeometry, num_pages: int) -> int:
     """The longest sequence accepted. Raises: ConfigError: over the model's context; PoolTooSmall."""
     longest = config.max_model_len or spec.max_position
@@ -167,7 +217,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, geometry: PageGeometry
             num_pages,
             f"a page holds {geometry.page_tokens} tokens and takes {geometry.page_bytes} bytes ({geometry.num_layers} "
             f"layers x 2 x {geometry.page_tokens} tokens x {geometry.num_kv_heads} KV heads x {geometry.head_dim} x "
-            f"{geometry.itemsize_bytes} bytes), memory is {config.memory_bytes} bytes; give at least "
+            f"{geometry.itemsize_bytes} bytes), memory is {config.memory}, {num_pages} pages; give at least "
             f"{needed * geometry.page_bytes} bytes"
             + (f", or a max_model_len of {num_pages * geometry.page_tokens} at most" if num_pages else ""),
         )

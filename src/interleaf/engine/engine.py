@@ -44,6 +44,9 @@ class Runner(Protocol):
     def poll_loads(self) -> Iterable[LoadReport]:
         """Copies that have ended since the last call."""
 
+    def wait_for_load(self) -> bool:
+        """Wait for the oldest copy under way. Returns: whether there was one."""
+
     def close(self) -> None:
         """Wait for what was launched and release everything."""
 
@@ -120,7 +123,8 @@ class Engine:
             self._in_flight.append((plan, self._runner.launch(plan)))
             self.num_steps += 1
             self.num_computed_tokens += plan.num_tokens
-        self.is_stalled = plan is None and not self._in_flight
+        # With nothing to compute, the next thing to happen is the end of a copy.
+        self.is_stalled = plan is None and not self._in_flight and not self._runner.wait_for_load()
         # When nothing was planned, everything that is left to do hangs on what is in flight.
         while len(self._in_flight) > self._lookahead or (plan is None and self._in_flight):
             launched, handle = self._in_flight[0]

@@ -1,6 +1,13 @@
-"""Log-probabilities for callers who ask. Reads raw logits and chosen tokens; knows no seat and no parameter."""
+"""Log-probabilities for callers who ask. Reads raw logits and chosen tokens; knows no seat and no parameter.
+
+On the CPU `token_logprobs` gives them at once. A GPU must not be waited for: there `pack_logprobs` leaves them in one
+tensor, and `unpack_logprobs` reads its copy on the host.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,3 +60,45 @@ def _describe(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: torch.Te
             chosen[:, 0].tolist(), ranks.tolist(), num_top.tolist(), first[:-1], first[1:], strict=True
         )
     ]
+
+
+_LOW_32 = 2**32 - 1
+
+
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of a float32 -> an integer of the same order, and back: int64."""
+    return torch.where(bits < 0, -(2**31) - bits, bits)
+
+
+def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """What `token_logprobs` finds, as a tensor on the device: nothing here waits for it.
+
+    Args: logits: [N, V], any float dtype.   token_ids: [N] int64.   num_top: tokens listed for each row, at most V.
+    Returns: [N, 1 + num_top] int64, each two numbers of 32 bits: bits of the chosen token's log-probability and its
+        rank; then for each of the most probable tokens its log-probability, as an integer of the same order, and its
+        id subtracted from 2**32 - 1, so that the order of these numbers ranks equal ones by id.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs >= chosen).sum(-1, keepdim=True).clamp_(min=1)
+    packed = [(chosen.view(torch.int32).long() << 32) | ranks]
+    if num_top:
+        ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+        keys = _ordered(logprobs.view(torch.int32).long()) << 32 | (_LOW_32 - ids)
+        packed.append(keys.topk(num_top, dim=-1).values)
+    return torch.cat(packed, dim=1)
+
+
+def unpack_logprobs(packed: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Read what `pack_logprobs` has packed, on the host. Args: num_top: how many tokens each row lists of those packed."""
+    chosen = (packed[:, 0] >> 32).int().view(torch.float32)
+    ranks = packed[:, 0] & _LOW_32
+    values = _ordered(packed[:, 1:] >> 32).int().view(torch.float32)
+    ids = _LOW_32 - (packed[:, 1:] & _LOW_32)
+    entries = []
+    for value, rank, count, top, top_ids in zip(
+        chosen.tolist(), ranks.tolist(), num_top, values.tolist(), ids.tolist(), strict=True
+    ):
+        count = 0 if math.isnan(value) else count
+        entries.append(TokenLogprobs(chosen=value, rank=rank, top_ids=tuple(top_ids[:count]), top=tuple(top[:count])))
+    return entries

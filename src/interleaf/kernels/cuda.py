@@ -1,53 +1,85 @@
 """The paged LoRA kernels as the runs that the LoRA op executes. Knows launches; imports Triton when one is executed.
 
 Every launch may begin before the kernel before it has ended (programmatic dependent launch): it reads weights and
-records at once, which no kernel of a step writes, and waits before it touches x, v or y.
+records at once, which no kernel of a forward pass writes (resolve.py says why records are there), and waits before it
+touches x, v or y. Programs without rows wait too: a launch of which all programs went at once could end before the
+launch before it, and the launch after it would not wait for that one any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from interleaf.core import LoraGroup
-from interleaf.kernels.records import RECORD_INTS, AdapterRecords, GroupLaunches, Launch, StepRows, rank_class
+from interleaf.kernels.forms import Form
+from interleaf.kernels.records import PoolTiles, rank_class
 from interleaf.kernels.work import GroupRuns
 
-Signature = tuple[int | None, ...]
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """What a launch is compiled for.
+
+    Attributes:
+        splits, highest: the most of any record, and the highest rank.
+        plain: whether all records are.
+    """
+
+    form: Form
+    expand: bool
+    splits: int
+    highest: int
+    plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """What all launches of a step read and write, on the device.
+
+    Attributes:
+        records: [N, 8] int32.
+        rows: int32, the step's row table.
+        pages: int32, page lists.
+        v: float32.
+    """
+
+    records: Tensor
+    rows: Tensor
+    pages: Tensor
+    v: Tensor
 
 
 class PagedLaunch:
-    """One launch of one kernel, good for every layer that shares a layout."""
+    """One launch of one kernel over `number` records from `first` on, good for every layer of a class."""
 
-    __slots__ = ("_launch", "_options", "_pages", "_records", "_rows", "_shape", "_v")
+    __slots__ = ("_constants", "_options", "_records", "_tables", "shape")
 
-    def __init__(
-        self, launch: Launch, records: Tensor, rows: Tensor, pages: Tensor, v: Tensor, of: AdapterRecords
-    ) -> None:
-        form = launch.form
-        self._launch = launch
-        self._records, self._rows, self._pages, self._v = records, rows, pages, v
-        self._shape = {
-            "WIDTH": form.columns if launch.expand else form.step,
-            "TILE": of.tile,
-            "LANE_TILES": of.lane_tiles,
-            "PAGE_TILES": of.page_tiles,
-            "LOOKED_UP": form.looks_up(of.tile, of.lane_tiles),
-            "PDL": v.is_cuda,
+    def __init__(self, shape: LaunchShape, pool: PoolTiles, tables: DeviceTables, first: int, number: int) -> None:
+        form, on_gpu = shape.form, tables.v.is_cuda
+        self.shape = shape
+        self._records = tables.records[first : first + number]
+        self._tables = tables
+        self._constants: dict[str, int | bool] = {
+            "WIDTH": form.columns if shape.expand else form.step,
+            "TILE": pool.tile,
+            "LANE_TILES": pool.lane_tiles,
+            "PAGE_TILES": pool.page_tiles,
+            "LOOKED_UP": form.looks_up(pool.tile, pool.lane_tiles),
+            "PDL": on_gpu,
         }
-        if launch.expand:
-            self._shape |= {
-                "SPLITS": 1 << (launch.splits - 1).bit_length(),
-                "HIGHEST": rank_class(launch.highest, form.vector),
+        if shape.expand:
+            self._constants |= {
+                "SPLITS": 1 << (shape.splits - 1).bit_length(),
+                "HIGHEST": rank_class(shape.highest, form.vector),
             }
         if not form.vector:
-            self._shape |= {"TOKENS": form.tokens, "STAGES": form.stages, "PLAIN": launch.plain}
-        if not form.vector and launch.expand:
-            self._shape |= {"STEP": form.step}
-        self._options = {"num_warps": form.warps, **({"launch_pdl": True} if v.is_cuda else {})}
+            self._constants |= {"TOKENS": form.tokens, "STAGES": form.stages, "PLAIN": shape.plain}
+        if not form.vector and shape.expand:
+            self._constants |= {"STEP": form.step}
+        self._options = {"num_warps": form.warps, **({"launch_pdl": True} if on_gpu else {})}
 
     def add(self, x: Tensor, y: Tensor, pool: Tensor, first: int) -> None:
         """Do it for the layer whose lane in page 0 starts at element `first`."""
@@ -55,59 +87,45 @@ class PagedLaunch:
 
         if y.stride(1) != 1:
             raise ValueError(f"y must have its columns side by side, got strides {y.stride()}")
-        module = mbgmv if self._launch.form.vector else mbgmm
-        where = (pool, self._pages, self._rows)
-        layer_tiles = first // self._shape["TILE"]
+        module = mbgmv if self.shape.form.vector else mbgmm
+        tables = self._tables
+        where = (pool, tables.pages, tables.rows)
+        layer_tiles = first // self._constants["TILE"]
         grid = (len(self._records),)
-        if self._launch.expand:
+        if self.shape.expand:
             module.expand[grid](
-                self._records, self._v, *where, y, y.stride(0), layer_tiles, **self._shape, **self._options
+                self._records, tables.v, *where, y, y.stride(0), layer_tiles, **self._constants, **self._options
             )
         else:
             module.shrink[grid](
-                self._records, x, x.stride(0), *where, self._v, layer_tiles, **self._shape, **self._options
+                self._records, x, x.stride(0), *where, tables.v, layer_tiles, **self._constants, **self._options
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A group in a class of layers: its launches in their order, each with its first record and their number."""
+
+    launches: Sequence[tuple[LaunchShape, int, int]]
+    in_features: int
+    out_features: int
 
 
 def paged_layers(
-    adapters: Sequence[AdapterRecords],
-    rows: Sequence[Sequence[int]],
-    signatures: Sequence[Signature],
-    device: torch.device,
+    places: Sequence[Place], layer_class: Sequence[int], pool: PoolTiles, tables: DeviceTables
 ) -> tuple[Mapping[LoraGroup, GroupRuns], ...]:
-    """The runs of every layer; one copy to the device.
+    """The runs of every layer.
 
     Args:
-        rows: the batch's rows of each adapter, ascending.
-        signatures: for each layer the layout of each adapter.
+        places: class after class, groups in the order of `LoraGroup`. Launches without records are dropped, groups
+            without launches too.
     """
-    step = StepRows(adapters, rows)
-    made: dict[Signature, dict[LoraGroup, GroupLaunches]] = {}
-    for signature in signatures:
-        if signature not in made:
-            made[signature] = step.groups(signature)
-    every = [launch for groups in made.values() for g in groups.values() for launch in g.launches]
-    on_device = iter(_to_device([step.rows, step.pages, *(l.records for l in every)], device))
-    row_table, pages = next(on_device), next(on_device)
-    v_elems = max((g.v_elems for groups in made.values() for g in groups.values()), default=0)
-    v = torch.empty(v_elems, dtype=torch.float32, device=device)
-    runs: dict[Signature, dict[LoraGroup, GroupRuns]] = {}
-    for signature, groups in made.items():
-        runs[signature] = {}
-        for group, launches in groups.items():
-            of_group = tuple(
-                PagedLaunch(l, next(on_device), row_table, pages, v, adapters[0]) for l in launches.launches
-            )
-            runs[signature][group] = GroupRuns(of_group, launches.in_features, launches.out_features)
-    return tuple(runs[signature] for signature in signatures)
-
-
-def _to_device(arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]], device: torch.device) -> list[Tensor]:
-    """All arrays in one copy; each begins at a multiple of a record."""
-    flat = [a.reshape(-1) for a in arrays]
-    sizes = [-(-len(a) // RECORD_INTS) * RECORD_INTS for a in flat]
-    host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, a in zip(torch.split(host, sizes), flat, strict=True):
-        part[: len(a)] = torch.from_numpy(a)
-    there = torch.split(host.to(device, non_blocking=True), sizes)
-    return [part[: len(a)].view(array.shape) for part, a, array in zip(there, flat, arrays, strict=True)]
+    classes: list[dict[LoraGroup, GroupRuns]] = []
+    for first in range(0, len(places), len(LoraGroup)):
+        of_class = {}
+        for group, place in zip(LoraGroup, places[first : first + len(LoraGroup)], strict=True):
+            runs = tuple(PagedLaunch(shape, pool, tables, at, n) for shape, at, n in place.launches if n)
+            if runs:
+                of_class[group] = GroupRuns(runs, place.in_features, place.out_features)
+        classes.append(of_class)
+    return tuple(classes[c] for c in layer_class)

@@ -34,6 +34,7 @@ def shrink(
     """v[row, split, i] = sum over the split's columns k of A[i, k] * x[row, k], for the rows and block of a record.
 
     PLAIN: all records are. (Two loops in one kernel would take twice the shared memory.)
+    Without rows there are no tiles either: nothing is read but the record.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -222,7 +223,10 @@ def expand(
     record = records + tl.program_id(0) * 8
     rank = tl.load(record + 7) & 0xFFFF
     # Each class of rank has its own shape, of about the same number of elements.
-    if HIGHEST <= 16 or rank <= 16:
+    if rank == 0:  # no rows
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    elif HIGHEST <= 16 or rank <= 16:
         _expand_piece(
             record, v, pool, pages, rows, y, y_stride, layer_tiles, SPLITS, TOKENS, STEP, STAGES,
             16, WIDTH, False, PLAIN, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, PDL,

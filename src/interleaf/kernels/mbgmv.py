@@ -84,8 +84,12 @@ def shrink(
         tl.extra.cuda.gdc_launch_dependents()
     record = records + tl.program_id(0) * 8
     plain = tl.load(record + 2) == 0
+    tiles = tl.load(record + 3) >> 16
     # Low stacks have pieces twice as wide, so that a program never moves half of what it could.
-    if tl.load(record + 3) >> 16 > WIDTH // TILE:
+    if tiles == 0:  # no rows
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    elif tiles > WIDTH // TILE:
         if plain:
             _shrink_piece(
                 record, x, x_stride, pool, pages, rows, v, layer_tiles,
@@ -290,7 +294,10 @@ def expand(
     record = records + tl.program_id(0) * 8
     rank = tl.load(record + 7) & 0xFFFF
     # Each class of rank has its own shape, of about the same number of elements.
-    if rank <= 8:
+    if rank == 0:  # no rows
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    elif rank <= 8:
         _expand_class(
             record, v, pool, pages, rows, y, y_stride, layer_tiles,
             SPLITS, 8, 2 * WIDTH, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, PDL,

@@ -1,7 +1,8 @@
-"""Which rows of a step need which adapter, resolved for the device. Knows pages and layouts; computes nothing.
+"""Which rows of a step need which adapter, resolved for the CPU. Knows pages and layouts; computes nothing.
 
 A `PooledAdapter` is made once, when an adapter becomes resident; a `LoraWork` once per composition of the batch, and
 every layer uses it: a layer is an offset. A caller whose batch has not changed since the last step may keep the work.
+On a GPU, `device_lora.DeviceLora` makes the work.
 """
 
 from __future__ import annotations
@@ -15,35 +16,29 @@ import torch
 from torch import Tensor
 
 from interleaf.core import LoraGroup, ModuleSpan, PooledLayout, StreamLayout, StreamOrder
-from interleaf.kernels.records import AdapterRecords
 from interleaf.kernels.reference import FUSED_ROWS, DenseRun, FusedRun, Part, PartShape, Rows, Run, Scratch
 
 
 class PooledAdapter:
-    """An adapter in the pool, ready to be put to work.
+    """An adapter in a CPU's pool, ready to be put to work.
 
     Args:
         pages: the adapter's pages, in the order of its stream.
-        num_layers, lane_elems: of the pool.
-        device: of the pool.
+        num_layers, lane_elems, device: of the pool.
 
     Attributes:
-        parts: for the CPU, index tables for each layout and group.
-        records: for a GPU, the pieces of the adapter that programs take.
+        parts: index tables for each layout and group.
 
-    Raises: ValueError: pages or layers contradict the layout, the image is in another device's order, or there are no
-        kernels for the device.
+    Raises: ValueError: pages or layers contradict the layout, or pool or image are another device's.
     """
 
     __slots__ = (
-        "device",
         "lane_elems",
         "largest_module_elems",
         "last_page",
         "layer_layout",
         "num_layers",
         "parts",
-        "records",
     )
 
     def __init__(
@@ -55,9 +50,8 @@ class PooledAdapter:
         lane_elems: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda, got {self.device}: there are no LoRA kernels for it")
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"device must be cpu, got {device}: the adapters of a GPU's pool are DeviceLora's")
         if len(pages) != layout.pages or len(set(pages)) != len(pages) or min(pages, default=0) < 0:
             raise ValueError(f"pages must be {layout.pages} different page ids, got {list(pages)}")
         if len(layout.layer_layout) != num_layers:
@@ -72,15 +66,10 @@ class PooledAdapter:
         self.last_page = max(pages, default=0)
         self.layer_layout = layout.layer_layout
         self.largest_module_elems = max((m.a_elems + m.b_elems for s in layout.layouts for m in s.spans), default=0)
-        self.records: AdapterRecords | None = None
-        self.parts: tuple[Mapping[LoraGroup, tuple[Part, ...]], ...] = ()
-        if self.device.type == "cuda":
-            self.records = AdapterRecords(layout, pages, num_layers=num_layers, lane_elems=lane_elems)
-            return
         if any(stream.order is not StreamOrder.ROWS for stream in layout.layouts):
             raise ValueError("the kernels of the CPU need images in StreamOrder.ROWS")
         table = torch.tensor(pages, dtype=torch.int64)
-        self.parts = tuple(
+        self.parts: tuple[Mapping[LoraGroup, tuple[Part, ...]], ...] = tuple(
             {g: _parts(stream, g, table, num_layers, lane_elems) for g in LoraGroup} for stream in layout.layouts
         )
 
@@ -169,20 +158,11 @@ def build_work(segments: Iterable[tuple[PooledAdapter | None, int, int]]) -> Lor
         return None
     adapters = list(numbers)
     rows = [Rows(n) for n in numbers.values()]
-    pools = {(a.num_layers, a.lane_elems, a.device) for a in adapters}
+    pools = {(a.num_layers, a.lane_elems) for a in adapters}
     if len(pools) > 1:
-        raise ValueError(
-            f"adapters must share one pool, got (layers, elements of a lane, device) {sorted(pools, key=str)}"
-        )
-    num_layers, lane_elems, device = pools.pop()
+        raise ValueError(f"adapters must share one pool, got (layers, elements of a lane) {sorted(pools)}")
+    num_layers, lane_elems = pools.pop()
     last_page = max(a.last_page for a in adapters)
-    if device.type == "cuda":
-        from interleaf.kernels.cuda import paged_layers
-
-        records = [a.records for a in adapters if a.records is not None]
-        signatures = list(zip(*(a.layer_layout for a in adapters), strict=True))
-        paged = paged_layers(records, [r.numbers for r in rows], signatures, device)
-        return LoraWork(end, num_layers, lane_elems, last_page, device, paged, Scratch(0))
     scratch = Scratch(max((a.largest_module_elems for a in adapters if len(numbers[a]) > FUSED_ROWS), default=0))
     made: dict[tuple[int | None, ...], Mapping[LoraGroup, GroupRuns]] = {}
     layers = []
@@ -190,7 +170,7 @@ def build_work(segments: Iterable[tuple[PooledAdapter | None, int, int]]) -> Lor
         if signature not in made:
             made[signature] = _layer(adapters, rows, signature, scratch)
         layers.append(made[signature])
-    return LoraWork(end, num_layers, lane_elems, last_page, device, tuple(layers), scratch)
+    return LoraWork(end, num_layers, lane_elems, last_page, torch.device("cpu"), tuple(layers), scratch)
 
 
 def _layer(

@@ -14,12 +14,13 @@ class OwnerKind(StrEnum):
     """What a page holds."""
 
     KV = "kv"
+    PREFIX = "prefix"
     ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
 class PageOwner:
-    """Who holds a page: a sequence (KV) or an adapter, by its key."""
+    """Who holds a page: a sequence (KV), the prefix cache (KV that sequences share) or an adapter, by its key."""
 
     kind: OwnerKind
     key: str
@@ -65,8 +66,7 @@ class PageAllocator:
         del self._free[-count:]
         for page in pages:
             self._owner[page] = owner
-        self._used[owner.kind] += count
-        self._peak[owner.kind] = max(self._peak[owner.kind], self._used[owner.kind])
+        self._count(owner.kind, count)
         return pages
 
     def free(self, pages: Iterable[int], owner: PageOwner) -> None:
@@ -77,9 +77,20 @@ class PageAllocator:
             self._free.append(page)
             self._used[owner.kind] -= 1
 
+    def hand_over(self, page: int, owner: PageOwner, new_owner: PageOwner) -> None:
+        """A page and what it holds belong to somebody else from now on."""
+        assert self._owner[page] == owner, f"page {page} belongs to {self._owner[page]}, not to {owner}"
+        self._owner[page] = new_owner
+        self._used[owner.kind] -= 1
+        self._count(new_owner.kind, 1)
+
     def owner(self, page: int) -> PageOwner | None:
         """Who holds a page; None if it is free."""
         return self._owner[page]
+
+    def _count(self, kind: OwnerKind, count: int) -> None:
+        self._used[kind] += count
+        self._peak[kind] = max(self._peak[kind], self._used[kind])
 
     def check(self) -> None:
         """Assert the invariant. Costs a walk over all pages: for idle moments and tests."""

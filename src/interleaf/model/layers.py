@@ -78,14 +78,23 @@ class RmsNorm:
         self._mean = 1.0 / weight.shape[-1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns: a new tensor of x's shape and dtype."""
+        return self._scaled(x).mul_(self._weight)
+
+    def add(self, y: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        h += y
+        return self(h)
+
+    def in_place(self, x: torch.Tensor) -> None:
+        torch.mul(self._scaled(x), self._weight, out=x)
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=self._mean).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self._weight)
+        return (wide * scale).to(x.dtype)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up.   Args: gate_up: [T, 2 * intermediate].   Returns: [T, intermediate], a new tensor."""
+    """See RowOps."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -31,6 +31,17 @@ class NamedTensors(Protocol):
         """One tensor, or some rows (axis 0) and columns (axis 1) of it."""
 
 
+@runtime_checkable
+class DeviceTensors(Protocol):
+    """What a checkpoint may offer besides: to put a tensor where it is wanted, with no copy in ordinary memory."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
+
+    def fill(self, out: torch.Tensor, name: str, rows: slice | None = None, cols: slice | None = None) -> None:
+        """Fill a contiguous tensor with one, or with some rows and columns of it, in the dtype of `out`."""
+
+
 class TensorReader:
     """Reads the tensors of one model, each once. Construction says which are missing or left over.
 
@@ -52,6 +63,7 @@ class TensorReader:
         self._dtype = dtype
         self._device = device
         self._progress = progress
+        self._fills = device.type != "cpu" and isinstance(checkpoint, DeviceTensors)
         self._num_read = 0
         present = checkpoint.names()
         expected = _expected_names(spec)
@@ -98,9 +110,9 @@ class TensorReader:
         first = 0
         for module, out in zip(modules, outs, strict=True):
             name = f"model.layers.{layer}.{_path(module)}"
-            weight[first : first + out.count] = self._read(f"{name}.weight", (out, ins))
+            self._read_into(weight[first : first + out.count], f"{name}.weight", (out, ins))
             if bias is not None:
-                bias[first : first + out.count] = self._read(f"{name}.bias", (out,))
+                self._read_into(bias[first : first + out.count], f"{name}.bias", (out,))
             first += out.count
         return weight, bias
 
@@ -109,16 +121,43 @@ class TensorReader:
         return Span(0, self._spec.vocab_size), Span(0, self._spec.hidden_size)
 
     def _read(self, name: str, spans: tuple[Span, ...]) -> torch.Tensor:
+        """A tensor of its own, or the checkpoint's if it is on the right device and of the right dtype."""
+        if not self._fills:
+            return self._get(name, spans).to(self._device, self._dtype)
+        out = torch.empty([span.count for span in spans], dtype=self._dtype, device=self._device)
+        self._read_into(out, name, spans)
+        return out
+
+    def _read_into(self, out: torch.Tensor, name: str, spans: tuple[Span, ...]) -> None:
+        if not self._fills:
+            out.copy_(self._get(name, spans))
+            return
+        checkpoint, wanted = self._checkpoint, self._slices(spans)
+        assert isinstance(checkpoint, DeviceTensors)
+        whole = checkpoint.shape(name)
+        sizes = [n if cut is None else len(range(n)[cut]) for n, cut in zip(whole, wanted, strict=False)]
+        self._check_shape(name, (*sizes, *whole[len(sizes) :]), spans)
+        checkpoint.fill(out, name, *wanted)
+        self._count()
+
+    def _get(self, name: str, spans: tuple[Span, ...]) -> torch.Tensor:
+        tensor = self._checkpoint.get(name, *self._slices(spans))
+        self._check_shape(name, tuple(tensor.shape), spans)
+        self._count()
+        return tensor
+
+    def _slices(self, spans: tuple[Span, ...]) -> list[slice | None]:
         # A rank that holds all of a tensor asks for it unsliced: then its whole shape is what is checked.
-        wanted = [span.as_slice() if self._shard.world > 1 else None for span in spans]
-        tensor = self._checkpoint.get(name, *wanted)
-        shape = tuple(span.count for span in spans)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
+        return [span.as_slice() if self._shard.world > 1 else None for span in spans]
+
+    def _check_shape(self, name: str, found: tuple[int, ...], spans: tuple[Span, ...]) -> None:
+        if found != (wanted := tuple(span.count for span in spans)):
+            raise CheckpointError(f"{name} has shape {list(found)}, the configuration asks for {list(wanted)}")
+
+    def _count(self) -> None:
         self._num_read += 1
         if self._progress is not None:
             self._progress(self._num_read, self._num_tensors)
-        return tensor.to(self._device, self._dtype)
 
 
 def _path(module: Module) -> str:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, and their application to q and k at once.
+"""Rotary position embedding: which frequencies a model has, and a step's angles. Rotates nothing (kernels/rotary.py).
 
 No table is kept: one step needs the angles of its own rows, once for all layers, and a table for a long context would
 take more memory than an adapter.
@@ -8,11 +8,12 @@ Source: RoFormer (Su et al. 2021); Llama 3.1's scaling as published with its wei
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from interleaf.core import RopeKind, RopeSpec
+from interleaf.kernels.rotary import RopeAngles
+from interleaf.model.ops import RowOps
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -32,39 +33,16 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
             return base / spec.factor * (1 - kept) + base * kept
 
 
-@dataclass(frozen=True, slots=True)
-class RopeAngles:
-    """One step's rotations, shared by all layers.
-
-    Attributes:
-        cos: [T, 1, head_dim], both halves alike.   sin: [T, 1, head_dim / 2].
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
 class Rope:
     """Turns positions into rotations. Angles are float32; cosine and sine are rounded to the model's dtype."""
 
-    def __init__(self, spec: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device, row_ops: RowOps
+    ) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
         self._dtype = dtype
+        self._angles = row_ops.angles
 
     def angles(self, positions: torch.Tensor) -> RopeAngles:
         """Args: positions: [T] int64."""
-        angle = positions.to(torch.float32)[:, None, None] * self._frequencies
-        return RopeAngles(angle.cos().repeat(1, 1, 2).to(self._dtype), angle.sin().to(self._dtype))
-
-
-def rotate(x: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
-    """Rotate element i of each head against element i + head_dim / 2 (Hugging Face's order).
-
-    Args: x: [T, heads, head_dim]; not changed.
-    Returns: a new tensor [T, heads, head_dim].
-    """
-    half = x.shape[-1] // 2
-    out = x * angles.cos
-    out[..., :half].addcmul_(x[..., half:], angles.sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], angles.sin)
-    return out
+        return RopeAngles(*self._angles(positions, self._frequencies, self._dtype))

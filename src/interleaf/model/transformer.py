@@ -1,9 +1,12 @@
 """A decoder of the Llama family: the order of its layers, and how a checkpoint fills them. Knows no request, no page.
 
 h = embed(tokens)
-per layer:  h += o(attention(rope(qkv(norm(h)))))      each product once for the whole batch, whatever its rows'
+per layer:  h += o(attention(qkv(norm(h))))            each product once for the whole batch, whatever its rows'
             h += down(swiglu(gate_up(norm(h))))        adapters; after it the adapters of those rows that have one
 logits = head(norm(h)) for the rows that are sampled
+
+An addition to h and the norm that follows it are one op, across the border of two layers: on a GPU each kernel saved is
+saved in every layer of every step. What a layer launches is listed in docs/benchmarks/h200/step.md.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from torch.nn.functional import embedding
 from interleaf.attention import StepAttention
 from interleaf.core import LoraGroup, ModelSpec
 from interleaf.kernels import LoraWork, lora_add
-from interleaf.model.layers import Linear, RmsNorm, swiglu
+from interleaf.model.layers import Linear
 from interleaf.model.loading import NamedTensors, TensorReader
-from interleaf.model.rope import Rope, rotate
+from interleaf.model.ops import HeadNorm, Norm, RowOps, choose_row_ops
+from interleaf.model.rope import Rope
 from interleaf.parallel.shard import Shard
 
 
@@ -49,11 +53,11 @@ class DecoderLayer:
         qk_norm: over all q heads, then all k heads; None where the family has none.
     """
 
-    input_norm: RmsNorm
+    input_norm: Norm
     qkv: Linear
-    qk_norm: RmsNorm | None
+    qk_norm: HeadNorm | None
     o: Linear
-    mlp_norm: RmsNorm
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -66,21 +70,23 @@ class Transformer:
         shard: Shard,
         embed: torch.Tensor,
         layers: list[DecoderLayer],
-        norm: RmsNorm,
+        norm: Norm,
         head: Linear,
         dtype: torch.dtype,
         device: torch.device,
+        row_ops: RowOps,
     ) -> None:
         self.spec = shard.spec
+        self.shard = shard
         self.dtype = dtype
         self.device = device
         self.layers = layers
         self.norm = norm
         self.head = head
         self._embed = embed
-        self._q_heads = shard.heads.count
-        self._kv_heads = shard.kv_heads.count
-        self._rope = Rope(shard.spec.rope, shard.spec.head_dim, dtype, device)
+        self._qk_heads = shard.heads.count + shard.kv_heads.count
+        self._swiglu = row_ops.swiglu
+        self._rope = Rope(shard.spec.rope, shard.spec.head_dim, dtype, device, row_ops)
 
     @classmethod
     def load(
@@ -102,22 +108,23 @@ class Transformer:
         """
         assert shard.world == 1, "o and down are partial sums on each of several ranks: forward must reduce them"
         device = torch.device(device)
+        row_ops, eps = choose_row_ops(device, dtype), spec.rms_norm_eps
         reader = TensorReader(spec, shard, checkpoint, dtype, device, progress)
         embed = reader.embedding()
         layers = [
             DecoderLayer(
-                input_norm=RmsNorm(reader.norm(f"model.layers.{i}.input_layernorm.weight"), spec.rms_norm_eps),
+                input_norm=row_ops.norm(reader.norm(f"model.layers.{i}.input_layernorm.weight"), eps),
                 qkv=Linear(*reader.group(i, LoraGroup.QKV)),
-                qk_norm=RmsNorm(reader.qk_norm(i), spec.rms_norm_eps) if spec.qk_norm else None,
+                qk_norm=row_ops.head_norm(reader.qk_norm(i), eps) if spec.qk_norm else None,
                 o=Linear(*reader.group(i, LoraGroup.O)),
-                mlp_norm=RmsNorm(reader.norm(f"model.layers.{i}.post_attention_layernorm.weight"), spec.rms_norm_eps),
+                mlp_norm=row_ops.norm(reader.norm(f"model.layers.{i}.post_attention_layernorm.weight"), eps),
                 gate_up=Linear(*reader.group(i, LoraGroup.GATE_UP)),
                 down=Linear(*reader.group(i, LoraGroup.DOWN)),
             )
             for i in range(spec.num_layers)
         ]
-        norm = RmsNorm(reader.norm("model.norm.weight"), spec.rms_norm_eps)
-        return cls(shard, embed, layers, norm, Linear(reader.head(embed)), dtype, device)
+        norm = row_ops.norm(reader.norm("model.norm.weight"), eps)
+        return cls(shard, embed, layers, norm, Linear(reader.head(embed)), dtype, device, row_ops)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
@@ -126,35 +133,32 @@ class Transformer:
         Args: pool: the whole pool's tensor, where the adapters of `batch.lora` lie.
         Returns: logits of the sampled rows, [S, vocabulary], in the model's dtype.
         """
-        q_heads, heads, head_dim = self._q_heads, self._q_heads + self._kv_heads, self.spec.head_dim
-        lora, attention = batch.lora, batch.attention
+        lora, attention, head_dim = batch.lora, batch.attention, self.spec.head_dim
         angles = self._rope.angles(batch.positions)
         h = embedding(batch.token_ids, self._embed)
+        x = self.layers[0].input_norm(h)
         for i, layer in enumerate(self.layers):
-            x = layer.input_norm(h)
             qkv = layer.qkv(x)
             if lora is not None:
                 lora_add(x, qkv, pool, lora, LoraGroup.QKV, i)
             qkv = qkv.view(qkv.shape[0], -1, head_dim)
-            qk = qkv[:, :heads]
             if layer.qk_norm is not None:
-                qk = layer.qk_norm(qk)
-            qk = rotate(qk, angles)
-            x = attention.forward(i, qk[:, :q_heads], qk[:, q_heads:], qkv[:, heads:])
+                layer.qk_norm.in_place(qkv[:, : self._qk_heads])
+            x = attention.forward(i, qkv, angles)
             y = layer.o(x)
             if lora is not None:
                 lora_add(x, y, pool, lora, LoraGroup.O, i)
-            h += y
 
-            x = layer.mlp_norm(h)
+            x = layer.mlp_norm.add(y, h)
             gate_up = layer.gate_up(x)
             if lora is not None:
                 lora_add(x, gate_up, pool, lora, LoraGroup.GATE_UP, i)
-            x = swiglu(gate_up)
+            x = self._swiglu(gate_up)
             y = layer.down(x)
             if lora is not None:
                 lora_add(x, y, pool, lora, LoraGroup.DOWN, i)
-            h += y
+            if i + 1 < len(self.layers):
+                x = self.layers[i + 1].input_norm.add(y, h)
         if batch.sampled is not None:
-            h = h.index_select(0, batch.sampled)
-        return self.head(self.norm(h))
+            y, h = y.index_select(0, batch.sampled), h.index_select(0, batch.sampled)
+        return self.head(self.norm.add(y, h))

@@ -13,12 +13,16 @@ class Seats:
     """The seated sequences: those whose prompt is being computed, those that decode, and those that drain.
 
     The lowest free seat is given first, so that the rows of a batch stay dense.
+
+    Attributes:
+        num_left: how often a seat has been given back.
     """
 
     def __init__(self, num_seats: int) -> None:
         self.num_seats = num_seats
         self._free = list(range(num_seats))
         self._vacated: list[int] = []
+        self.num_left = 0
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._draining: dict[int, Sequence] = {}
@@ -46,6 +50,8 @@ class Seats:
     @property
     def prefilling(self) -> Row[Sequence]:
         """The sequences whose prompt is not computed yet, in order of arrival."""
+        if not self._prefilling:
+            return ()
         return sorted(self._prefilling.values(), key=lambda seq: seq.order)
 
     def sit(self, seq: Sequence) -> None:
@@ -72,11 +78,14 @@ class Seats:
         """Give the seat back; it can be taken again in the next plan, which vacates it first."""
         self._leave(seq)
         seq.state = state
+        self.num_left += 1
         heapq.heappush(self._free, seq.seat)
         self._vacated.append(seq.seat)
 
     def take_vacated(self) -> tuple[int, ...]:
         """The seats given back since the last call."""
+        if not self._vacated:
+            return ()
         vacated, self._vacated = tuple(self._vacated), []
         return vacated
 

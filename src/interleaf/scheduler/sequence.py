@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 
-from interleaf.core import AdapterUid, FinishReason, Request
+from interleaf.core import FinishReason, Request
 from interleaf.memory.allocator import OwnerKind, PageOwner
+from interleaf.memory.prefix import PrefixPage, Root
 
 
 class SequenceState(Enum):
@@ -28,60 +28,76 @@ class WaitReason(Enum):
     PAGES = "pages"
     ADAPTER_FETCH = "adapter is read from disk"
     ADAPTER_LOAD = "adapter is copied to the pool"
+    LOAD_LIMIT = "as many adapters as allowed are on their way"
+    PREFIX = "its prefix is being computed"
     LAST_TOKEN = "its last token is in flight"
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
     """A request's prompt and one of its continuations.
 
     Attributes:
         order: its place in the order of arrival.
         token_ids: the prompt and every output token that has been committed.
+        max_tokens: tokens of prompt and output at most.
         pages: its KV pages, in order of position.
-        num_computed: positions whose KV the planned steps have written; up to one step ahead of what is committed.
-        num_planned: output tokens that the planned steps sample; likewise.
-        num_in_flight: tokens sampled by steps that have not been committed.
+        prefix: the first of them that belong to the prefix cache.
+        num_known: tokens known when it took its seat: so many are prefilled.
+        num_prefilled: positions whose KV is in the cache or planned, until it decodes.
+        first_decode_step: the step of its first decode row, once the known tokens are planned.
+        grow_step, last_step: the step that needs another page, and the one that samples its last token by length.
+        resume_step: a step of that number or a later one must be planned before it may start again, with all earlier
+            ones committed: a token of it is in flight.
         considered: whether the state of its adapter has been counted as a hit or a miss.
     """
 
-    request: Request
-    index: int
-    seed: int
-    order: int
-    stop_ids: frozenset[int]
-    token_ids: list[int]
-    state: SequenceState = SequenceState.WAITING
-    wait_reason: WaitReason = WaitReason.QUEUED
-    seat: int = 0
-    pages: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_planned: int = 0
-    num_in_flight: int = 0
-    considered: bool = False
+    __slots__ = (
+        "adapter", "considered", "first_decode_step", "grow_step", "index", "last_step", "max_tokens", "num_known",
+        "num_prefilled", "order", "owner", "pages", "prefix", "prompt_tokens", "request", "request_id", "resume_step",
+        "root", "seat", "seed", "state", "stop_ids", "token_ids",
+    )  # fmt: skip
 
-    @property
-    def adapter(self) -> AdapterUid | None:
-        return self.request.adapter
-
-    @property
-    def owner(self) -> PageOwner:
-        return PageOwner(OwnerKind.KV, f"{self.request.id}#{self.index}")
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __init__(self, request: Request, index: int, seed: int, order: int, stop_ids: frozenset[int]) -> None:
+        self.request = request
+        self.request_id = request.id
+        self.adapter = request.adapter
+        self.index = index
+        self.seed = seed
+        self.order = order
+        self.stop_ids = stop_ids
+        self.token_ids = list(request.prompt_token_ids)
+        self.prompt_tokens = len(self.token_ids)
+        self.max_tokens = self.prompt_tokens + request.params.max_tokens
+        self.owner = PageOwner(OwnerKind.KV, f"{request.id}#{index}")
+        self.root: Root = (request.adapter, request.cache_salt)
+        self.state = SequenceState.WAITING
+        self.seat = 0
+        self.pages: list[int] = []
+        self.prefix: list[PrefixPage] = []
+        self.num_known = 0
+        self.num_prefilled = 0
+        self.first_decode_step = 0
+        self.grow_step = 0
+        self.last_step = 0
+        self.resume_step = 0
+        self.considered = False
 
     @property
     def num_outputs(self) -> int:
         """Output tokens committed."""
         return len(self.token_ids) - self.prompt_tokens
 
+    def num_computed(self, step: int) -> int:
+        """Positions whose KV the steps planned before number `step` have written, the last token's excepted."""
+        if self.state is SequenceState.PREFILL:
+            return self.num_prefilled
+        return min(self.num_known + step - self.first_decode_step, self.max_tokens - 1)
+
     def finish_reason(self) -> FinishReason | None:
         """Whether the output token committed last ends the sequence, and why."""
         if self.token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_outputs == self.request.params.max_tokens else None
+        return FinishReason.LENGTH if len(self.token_ids) == self.max_tokens else None
 
     @property
     def is_seated(self) -> bool:

@@ -95,12 +95,28 @@ OPTIONS: tuple[Option, ...] = (
     ),
     *_group(
         "Engine",
-        ("device", Kind.TEXT, "Where to compute."),
-        ("memory", Kind.SIZE, "Budget of the page pool for KV cache and adapters, without the weights: 512MiB, 2GB."),
+        ("device", Kind.TEXT, "Where to compute: cpu, cuda or cuda:N."),
+        ("attention", Kind.TEXT, "On a GPU: flashinfer, triton, or auto (the first where it can be had)."),
+        (
+            "memory",
+            Kind.SIZE,
+            "Budget of the page pool for KV cache and adapters, without the weights: 512MiB, 2GB; 1GiB by default. On a "
+            "GPU also a fraction of its memory, weights and work space included; 0.9 by default.",
+        ),
         ("page_tokens", Kind.WHOLE, "Tokens of KV in a page: 1, 2, 4, 8, 16, 32 or 64."),
         ("max_model_len", Kind.WHOLE, "Prompt + max_tokens at most; by default the model's context."),
-        ("max_num_seqs", Kind.WHOLE, "Sequences that run at a time at most."),
-        ("max_batch_tokens", Kind.WHOLE, "Rows computed in one step at most; longer prompts are computed in chunks."),
+        ("max_num_seqs", Kind.WHOLE, "Sequences that run at a time at most; 64, on a GPU 512."),
+        (
+            "max_batch_tokens",
+            Kind.WHOLE,
+            "Rows computed in one step at most, 512, on a GPU 8192; longer prompts are computed in chunks.",
+        ),
+        (
+            "refill_seats",
+            Kind.WHOLE,
+            "Seats to be free before prompts are computed while others decode; 1, on a GPU a sixteenth of all.",
+        ),
+        ("max_graphs", Kind.WHOLE, "Captured decode steps that a GPU keeps; 0 captures none."),
         ("overlap", Kind.SWITCH, "Plan the next step while this one runs."),
         ("seed", Kind.WHOLE, "Makes draws of requests without a seed repeatable, and dummy weights."),
     ),

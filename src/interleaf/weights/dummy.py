@@ -1,6 +1,7 @@
 """Random weights for a configuration, by seed: for benchmarks and tests of shapes. Reads no weights.
 
-A tensor depends on (seed, its name) alone, so ranks that cut different slices, in any order, hold one model.
+A tensor depends on (seed, its name) alone, so ranks that cut different slices, in any order, hold one model. It is
+another one on a GPU, where it is drawn in place: gigabytes in a second, which the host would take minutes for.
 """
 
 from __future__ import annotations
@@ -39,21 +40,41 @@ class DummyCheckpoint:
         return frozenset(self._shapes)
 
     def get(self, name: str, rows: slice | None = None, cols: slice | None = None) -> torch.Tensor:
-        if name not in self._shapes:
-            raise CheckpointError(f"tensor {name} is not part of this configuration")
-        shape = self._shapes[name]
+        shape = self.shape(name)
         if name.endswith("norm.weight"):
             whole = torch.ones(shape, dtype=self.dtype)
         else:
-            digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            generator = torch.Generator().manual_seed(self._seed_of(name))
             whole = torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5).to(self.dtype)
         index = (rows or slice(None),) if cols is None else (rows or slice(None), cols)
         # A copy, so that a slice does not keep the whole alive.
         return whole if rows is None and cols is None else whole[index].clone()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        if name not in self._shapes:
+            raise CheckpointError(f"tensor {name} is not part of this configuration")
+        return self._shapes[name]
+
+    def fill(self, out: torch.Tensor, name: str, rows: slice | None = None, cols: slice | None = None) -> None:
+        """Draw a tensor, or some of its rows and columns, where it is wanted and in the dtype that is wanted."""
+        shape = self.shape(name)
+        if name.endswith("norm.weight"):
+            out.fill_(1)
+            return
+        is_whole = rows is None and cols is None
+        whole = out if is_whole else out.new_empty(shape)
+        generator = torch.Generator(out.device).manual_seed(self._seed_of(name))
+        whole.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        if not is_whole:
+            out.copy_(whole[rows or slice(None)] if cols is None else whole[rows or slice(None), cols])
+
     def close(self) -> None:
         pass
+
+    def _seed_of(self, name: str) -> int:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        return int.from_bytes(digest[:8], "little", signed=True)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from interleaf.errors import CheckpointError
+from interleaf.weights.staging import DeviceReader
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+_METADATA = "__metadata__"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -62,6 +66,9 @@ class SafetensorsCheckpoint:
                     f"{folder / file}: tensor {name} is missing, though {INDEX} says that it is there"
                 )
         self.dtype = self._find_dtype(folder)
+        self._folder = folder
+        self._raw_files: dict[str, _RawFile] = {}
+        self._reader: DeviceReader | None = None
 
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
@@ -74,8 +81,40 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = source[index]
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def fill(self, out: torch.Tensor, name: str, rows: slice | None = None, cols: slice | None = None) -> None:
+        """`out` = get(name, rows, cols), converted to its dtype, without a copy of the whole in ordinary memory.
+
+        Args: out: contiguous, on any device, of the shape that `get` would answer with.
+        """
+        source = self._slice(name)
+        if source.get_dtype() not in _DTYPES:
+            raise CheckpointError(f"tensor {name} is kept as {source.get_dtype()}, supported are {', '.join(_DTYPES)}")
+        dtype, shape = _DTYPES[source.get_dtype()], self.shape(name)
+        start, stop, _ = (rows or slice(None)).indices(shape[0])
+        is_direct = dtype == out.dtype and cols is None
+        target = out if is_direct else out.new_empty((stop - start, *shape[1:]), dtype=dtype)
+        if self._reader is None:
+            self._reader = DeviceReader(out.device)
+        file = self._file_of[name]
+        if file not in self._raw_files:
+            self._raw_files[file] = _open_raw(self._folder / file)
+        raw = self._raw_files[file]
+        row_bytes = target[:1].nbytes
+        self._reader.read(raw.descriptor, raw.first_byte[name] + start * row_bytes, target)
+        if not is_direct:
+            out.copy_(target if cols is None else target[:, cols])
+
     def close(self) -> None:
         self._handles.clear()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        while self._raw_files:
+            os.close(self._raw_files.popitem()[1].descriptor)
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
@@ -123,3 +162,20 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: is not a whole safetensors file ({e})") from e
+
+
+@dataclass(frozen=True, slots=True)
+class _RawFile:
+    """A file open for reading, and where in it each tensor begins."""
+
+    descriptor: int
+    first_byte: dict[str, int]
+
+
+def _open_raw(path: Path) -> _RawFile:
+    """The layout of a file that the library has found whole: a length, a JSON header of that length, the tensors."""
+    descriptor = os.open(path, os.O_RDONLY)
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, length, 8))
+    first_byte = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != _METADATA}
+    return _RawFile(descriptor, first_byte)

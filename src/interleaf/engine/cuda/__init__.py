@@ -1,0 +1,1 @@
+"""The step on a GPU: index arrays, captured graphs, streams. Decides nothing about requests."""

@@ -1,0 +1,110 @@
+"""Puts a GPU's runner together, and says how much of the GPU's memory is left for the pool. Knows settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from interleaf.adapters.copy import StreamCopier
+from interleaf.adapters.image import AdapterImage
+from interleaf.attention import choose_attention
+from interleaf.config import EngineConfig
+from interleaf.core import AdapterUid
+from interleaf.engine.cuda.device import CudaDevice
+from interleaf.engine.cuda.runner import CudaRunner
+from interleaf.engine.cuda.warm import WarmUp
+from interleaf.engine.device_sampler import DeviceSampler
+from interleaf.errors import ConfigError
+from interleaf.kernels.device_lora import DeviceLora
+from interleaf.memory.pool import PagePool
+from interleaf.model.transformer import Transformer
+from interleaf.parallel.shard import Shard
+
+_LIBRARIES_BYTES = 3 * 2**29
+"""Work space of cuBLAS and of attention, kernels' code, captured graphs: 1.5 GiB."""
+
+
+def require_gpu(name: str) -> torch.device:
+    """The device of that name. Raises: ConfigError: there is none."""
+    device = torch.device(name)
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or (device.index or 0) >= count:
+        raise ConfigError(f"device={name!r}: this machine shows {count} CUDA devices")
+    return torch.device("cuda", device.index or 0)
+
+
+def pool_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> int:
+    """Budget of the pool when the weights have been loaded: `memory`, or what its fraction leaves beside them.
+
+    Raises: ConfigError: nothing is left.
+    """
+    fraction = config.memory_fraction
+    if fraction is None:
+        return config.memory_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    step = step_bytes(config, shard, dtype)
+    left = int(fraction * total) - (total - free) - step
+    if left <= 0:
+        raise ConfigError(
+            f"memory={fraction} of {total} bytes leaves nothing for the pool: {total - free} bytes are in use and a "
+            f"step of max_batch_tokens={config.max_batch_tokens} needs {step}"
+        )
+    return left
+
+
+def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
+    """Memory that a step needs beside weights and pool: activations of the widest layer, logits, libraries."""
+    spec, rows = shard.spec, config.max_batch_tokens
+    qkv = (shard.heads.count + 2 * shard.kv_heads.count) * spec.head_dim
+    activations = rows * (4 * spec.hidden_size + 2 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
+    logits = config.max_num_seqs * spec.vocab_size * (dtype.itemsize + 2 * torch.float32.itemsize)
+    return activations + logits + _LIBRARIES_BYTES
+
+
+def build_runner(
+    config: EngineConfig,
+    model: Transformer,
+    pool: PagePool,
+    image: Callable[[AdapterUid], AdapterImage],
+    max_model_len: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> CudaRunner:
+    """The runner of one GPU, warmed up.
+
+    Args:
+        pool: with the scrap page.
+        image: of an adapter in the host tier.
+        progress: of the warm-up.
+    """
+    geometry, spec = pool.geometry, model.spec
+    device = CudaDevice(pool.data.device)
+    runner = CudaRunner(
+        device=device,
+        model=model,
+        pool=pool,
+        attention=choose_attention(pool, model.shard, model.dtype, config),
+        sampler=DeviceSampler(config.max_num_seqs, spec.vocab_size, device.torch_device, config.max_num_seqs),
+        lora=DeviceLora(
+            num_layers=geometry.num_layers,
+            lane_elems=geometry.lane_elems,
+            max_rows=config.max_num_seqs,
+            device=device.torch_device,
+        ),
+        copier=StreamCopier(pool, image, device),
+        num_seats=config.max_num_seqs,
+        max_rows=config.max_batch_tokens,
+        max_pages=geometry.pages_for_tokens(max_model_len) + 1,
+        max_graphs=config.max_graphs,
+    )
+    WarmUp(
+        runner,
+        model.shard,
+        geometry,
+        num_pages=pool.num_pages - 1,
+        num_seats=config.max_num_seqs,
+        max_rows=config.max_batch_tokens,
+        max_model_len=max_model_len,
+    ).run(progress)
+    return runner

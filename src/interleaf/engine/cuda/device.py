@@ -1,0 +1,98 @@
+"""Streams, events, pinned memory and graphs, as far as a step needs them. Knows no step.
+
+`CudaDevice` is the GPU. Tests have another that computes at once on the CPU, so that everything above it runs anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None:
+        """Set the point: after everything that has been enqueued on the current stream."""
+
+    def query(self) -> bool:
+        """Whether the work before the point is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+
+    def wait(self) -> None:
+        """What is enqueued on the current stream from now on begins after the point."""
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Enqueue it again."""
+
+
+class Device(Protocol):
+    """One accelerator, with a stream that computes and one that copies adapters."""
+
+    torch_device: torch.device
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Inside, work is enqueued on the compute stream."""
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Inside, work is enqueued on the copy stream."""
+
+    def event(self) -> Event:
+        """A new event."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that copies of their own accord: [num_bytes] uint8."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        """Record what `run` enqueues, without doing it. Returns: the graph, and where each replay leaves the result."""
+
+    def synchronize(self) -> None:
+        """Wait for everything."""
+
+
+class CudaDevice:
+    """A CUDA GPU. All graphs share one memory pool: they are replayed one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        torch.cuda.set_device(device)
+        self._compute = torch.cuda.Stream(device, priority=-1)
+        self._copy = torch.cuda.Stream(device)
+        self._capture = torch.cuda.Stream(device)
+        self._graph_memory = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
+    def computing(self) -> AbstractContextManager[object]:
+        return cast(AbstractContextManager[object], torch.cuda.stream(self._compute))
+
+    def copying(self) -> AbstractContextManager[object]:
+        return cast(AbstractContextManager[object], torch.cuda.stream(self._copy))
+
+    def event(self) -> Event:
+        return cast(Event, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        # torch.cuda.graph would wait for the device and empty its caches first, which costs a running server steps.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capture):
+            # Other threads may register slabs meanwhile: only this thread's calls are held to the rules of a capture.
+            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
+        return cast(Graph, graph), result
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)

@@ -1,0 +1,95 @@
+"""Captured decode steps, by what they hold. Knows keys and counts; not what a step computes.
+
+A graph is good for every step of the same key: as many padded rows, the same LoRA launches, the same way to sample.
+What differs between such steps is in buffers that the graph reads.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from interleaf.engine.cuda.device import Device, Graph
+
+Key = tuple[int, Hashable, Hashable]
+"""Rows, LoRA launches, way to sample."""
+
+
+def decode_capacities(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that decode graphs are captured for; a step takes the next larger one.
+
+    Steps of 8 up to 64, of 16 up to 256, of 32 up to 512, then of 64: at most an eighth of a batch above 64 rows is
+    padding, and a base product of so few rows reads the same weights with it as without.
+    """
+    found = [1, 2, 4]
+    while found[-1] < max_rows:
+        last = found[-1]
+        found.append(last + (4 if last < 8 else 8 if last < 64 else 16 if last < 256 else 32 if last < 512 else 64))
+    return (*(c for c in found if c < max_rows), max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph, and where a replay leaves its result."""
+
+    graph: Graph
+    result: torch.Tensor
+
+
+class GraphCache:
+    """The graphs that have been captured, the least recently used leaving first.
+
+    A key is captured when it is met for the second time: the first step of a key runs kernel by kernel, which also
+    compiles what is not compiled yet, and many a rare key never comes again.
+
+    Args:
+        max_graphs: kept at most.
+
+    Attributes:
+        num_captures, capture_seconds: so far.
+    """
+
+    def __init__(self, device: Device, max_rows: int, max_graphs: int) -> None:
+        self.capacities = decode_capacities(max_rows)
+        self._device = device
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Key, Captured] = OrderedDict()
+        self._met: set[Key] = set()
+        self.num_captures = 0
+        self.capture_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capacity(self, num_rows: int) -> int:
+        """The rows of the graph that takes so many."""
+        return self.capacities[bisect_left(self.capacities, num_rows)]
+
+    def find(self, key: Key) -> Captured | None:
+        """The graph of a key, if there is one."""
+        found = self._graphs.get(key)
+        if found is not None:
+            self._graphs.move_to_end(key)
+        return found
+
+    def is_due(self, key: Key) -> bool:
+        """Whether to capture a key that has no graph: it was met before."""
+        if key in self._met:
+            return True
+        self._met.add(key)
+        return False
+
+    def capture(self, key: Key, run: Callable[[], torch.Tensor]) -> Captured:
+        """Capture what `run` enqueues. Everything it launches must have been compiled."""
+        began = time.perf_counter()
+        while len(self._graphs) >= self._max_graphs:
+            self._graphs.popitem(last=False)
+        captured = self._graphs[key] = Captured(*self._device.capture(run))
+        self.num_captures += 1
+        self.capture_seconds += time.perf_counter() - began
+        return captured

@@ -1,0 +1,308 @@
+"""Executes plans on a GPU: changes of seats and adapters, one forward pass, one sampling. Decides nothing.
+
+    host    | plan k+1 | launch k+1: stage, send, replay | wait for k's tokens, commit k | plan k+2 | ...
+    device  |      ... step k ...              | step k+1 ...
+
+A step of decode rows replays a captured graph; any other is launched kernel by kernel. Nothing here waits for the
+device but `CudaStepHandle.result`, and the engine asks for that only when the next step is under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from interleaf.adapters.copy import LoadReport, StreamCopier
+from interleaf.attention.device import DeviceAttention
+from interleaf.core import AdapterUid, PooledLayout, StepPlan, StepResult
+from interleaf.engine.cuda.device import Device, Event
+from interleaf.engine.cuda.graphs import GraphCache
+from interleaf.engine.cuda.inputs import DeviceInputs, Rows
+from interleaf.engine.cuda.staging import Staging
+from interleaf.engine.device_sampler import DeviceSampler, PendingSample, SamplingKind
+from interleaf.errors import EngineDead
+from interleaf.kernels.device_lora import DeviceLora, LoraStep
+from interleaf.memory.pool import PagePool
+from interleaf.model.transformer import Batch, Transformer
+
+
+@dataclass(slots=True)
+class RunnerStats:
+    """Totals since the start.
+
+    Attributes:
+        num_steps: with rows.   num_graph_steps: of them, those that replayed a graph.
+        num_mixed_steps: of them, those with prompt chunks.
+        num_captures, capture_seconds: of graphs.
+        launch_seconds: host time in `launch`.   wait_seconds: host time spent waiting for the device.
+    """
+
+    num_steps: int = 0
+    num_graph_steps: int = 0
+    num_mixed_steps: int = 0
+    num_captures: int = 0
+    capture_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class CudaStepHandle:
+    """A step that was launched.
+
+    Args:
+        finish: makes the result of what has arrived on the host; called once, after `arrived`.
+    """
+
+    __slots__ = ("_arrived", "_failure", "_finish", "_stats")
+
+    def __init__(
+        self,
+        arrived: Event | None,
+        finish: Callable[[], StepResult],
+        stats: RunnerStats,
+        failure: BaseException | None = None,
+    ) -> None:
+        self._arrived = arrived
+        self._finish = finish
+        self._stats = stats
+        self._failure = failure
+
+    def ready(self) -> bool:
+        """Whether `result` would return without waiting."""
+        return self._arrived is None or self._arrived.query()
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it sampled; raises what the step raised."""
+        if self._failure is not None:
+            raise self._failure
+        if self._arrived is not None:
+            began = time.perf_counter()
+            self._arrived.synchronize()
+            self._stats.wait_seconds += time.perf_counter() - began
+        return self._finish()
+
+
+class CudaRunner:
+    """Runs one rank's model on one GPU. `launch` and `poll_loads` belong to one thread.
+
+    Args:
+        pool: with one page more than the allocator has, the last, which rows that pad a batch write to.
+        max_rows: rows of a step at most.
+        max_pages: pages of the longest sequence.
+        max_graphs: captured graphs kept at most; 0 = every step is launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        model: Transformer,
+        pool: PagePool,
+        attention: DeviceAttention,
+        sampler: DeviceSampler,
+        lora: DeviceLora,
+        copier: StreamCopier,
+        num_seats: int,
+        max_rows: int,
+        max_pages: int,
+        max_graphs: int,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._sampler = sampler
+        self._lora = lora
+        self._copier = copier
+        self._num_seats = num_seats
+        self._inputs = DeviceInputs(
+            num_seats, pool.geometry.page_tokens, max_pages, pool.num_pages - 1, device.torch_device
+        )
+        self._staging = Staging(device, DeviceInputs.staged_bytes(num_seats, max_rows, max_pages))
+        self._graphs = GraphCache(device, num_seats, max_graphs) if max_graphs else None
+        self._tokens = [device.pinned(8 * num_seats).view(torch.int64) for _ in range(2)]
+        self._stats = RunnerStats()
+        self._failure: BaseException | None = None
+
+    def stats(self) -> RunnerStats:
+        """Totals since the start; the object goes on counting."""
+        if self._graphs is not None:
+            self._stats.num_captures = self._graphs.num_captures
+            self._stats.capture_seconds = self._graphs.capture_seconds
+        return self._stats
+
+    def launch(self, plan: StepPlan) -> CudaStepHandle:
+        """Begin a step. What it raises is raised by the handle, and every later step fails too."""
+        began = time.perf_counter()
+        if self._failure is None:
+            try:
+                with torch.inference_mode(), self._device.computing():
+                    return self._launch(plan)
+            except BaseException as error:
+                self._failure = error
+                return CudaStepHandle(None, _nothing, self._stats, error)
+            finally:
+                self._stats.launch_seconds += time.perf_counter() - began
+        error = EngineDead(f"step {plan.step} follows a step that failed: {self._failure!r}")
+        error.__cause__ = self._failure
+        return CudaStepHandle(None, _nothing, self._stats, error)
+
+    def poll_loads(self) -> list[LoadReport]:
+        """Adapters' copies that have ended since the last call."""
+        return self._copier.poll()
+
+    def wait_for_load(self) -> bool:
+        """Wait for the oldest copy under way. Returns: whether there was one."""
+        return self._copier.wait()
+
+    def close(self) -> None:
+        """Wait for what was launched."""
+        self._device.synchronize()
+        self._copier.close()
+
+    # ------------------------------------------------------------------ for the warm-up
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows of the decode steps that can be captured, ascending; none if graphs are off."""
+        return () if self._graphs is None else self._graphs.capacities
+
+    def know_adapters(self, adapters: Mapping[AdapterUid, tuple[PooledLayout, Sequence[int]]]) -> None:
+        """Take it that these adapters lie in these pages, without copying anything."""
+        with torch.inference_mode(), self._device.computing():
+            for uid, (layout, pages) in adapters.items():
+                self._lora.add(uid, layout, pages)
+
+    def forget_adapters(self, uids: Iterable[AdapterUid]) -> None:
+        """Undo `know_adapters`."""
+        for uid in uids:
+            self._lora.remove(uid)
+
+    # ------------------------------------------------------------------ one step
+
+    def _launch(self, plan: StepPlan) -> CudaStepHandle:
+        self._staging.begin()
+        self._apply(plan)
+        if not plan.num_tokens:
+            self._send()
+            return CudaStepHandle(None, _nothing, self._stats)
+        self._stats.num_steps += 1
+        self._stats.num_mixed_steps += bool(plan.chunks)
+        tokens, pending = self._eager(plan) if plan.chunks or self._graphs is None else self._decode(plan, self._graphs)
+        return self._read_back(plan, tokens, pending)
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Everything but rows, in the order that StepPlan documents: what is given back comes before what is taken."""
+        for seat in plan.vacate:
+            self._inputs.vacate(seat)
+            self._sampler.vacate(seat)
+        for uid in plan.evict:
+            self._lora.remove(uid)
+        for load in plan.load:
+            layout = self._copier.copy(load)
+            if layout is not None:
+                self._lora.add(load.uid, layout, load.pages)
+        for start in plan.start:
+            self._inputs.start(start)
+            self._sampler.start(
+                start.seat, start.params, start.seed, start.token_ids, start.prompt_tokens, start.stop_ids
+            )
+        for grow in plan.grow:
+            self._inputs.grow(grow)
+
+    def _send(self) -> None:
+        changes = self._inputs.take_table_changes(self._staging)
+        self._staging.send()
+        self._inputs.apply_table_changes(changes)
+
+    def _decode(self, plan: StepPlan, graphs: GraphCache) -> tuple[torch.Tensor | None, PendingSample | None]:
+        num_rows = len(plan.decode)
+        capacity = graphs.capacity(num_rows)
+        rows = self._inputs.decode_rows(plan, capacity, self._num_seats, self._staging)
+        lora = self._lora.plan(rows.segments, graph=True)
+        kind = self._sampler.kind(plan.decode)
+        self._sampler.flush()
+        self._send()
+        attention = self._attention.prepare_graph(rows.device)
+        if lora is not None:
+            lora.upload()
+
+        def run() -> torch.Tensor:
+            batch = Batch(
+                token_ids=self._sampler.last_token.index_select(0, rows.seats),
+                positions=rows.device.positions,
+                attention=attention,
+                lora=None if lora is None else lora.work,
+            )
+            logits = self._model.forward(batch, self._pool.data)
+            if kind is SamplingKind.OUTSIDE:
+                return logits
+            return self._sampler.choose(logits, rows.seats, kind)
+
+        key = (capacity, _lora_key(lora), kind)
+        captured = graphs.find(key)
+        if captured is None and graphs.is_due(key):
+            captured = graphs.capture(key, run)
+        if captured is None:
+            result = run()
+        else:
+            captured.graph.replay()
+            result = captured.result
+            self._stats.num_graph_steps += 1
+        if kind is SamplingKind.OUTSIDE:
+            return None, self._sampler.sample_outside(result[:num_rows], plan.decode, rows.seats[:num_rows])
+        return result[:num_rows], None
+
+    def _eager(self, plan: StepPlan) -> tuple[torch.Tensor | None, PendingSample | None]:
+        rows = self._inputs.rows(plan, self._staging)
+        lora = self._lora.plan(rows.segments, graph=False)
+        kind = self._sampler.kind(plan.sampled_seats)
+        self._sampler.flush()
+        self._send()
+        attention = self._attention.prepare(rows.device)
+        if lora is not None:
+            lora.upload()
+        batch = Batch(
+            token_ids=self._token_ids(rows),
+            positions=rows.device.positions,
+            attention=attention,
+            sampled=rows.sampled,
+            lora=None if lora is None else lora.work,
+        )
+        logits = self._model.forward(batch, self._pool.data)
+        if not plan.sampled_seats:
+            return None, None
+        if kind is SamplingKind.OUTSIDE:
+            return None, self._sampler.sample_outside(logits, plan.sampled_seats, rows.sampled_seats)
+        return self._sampler.choose(logits, rows.sampled_seats, kind), None
+
+    def _token_ids(self, rows: Rows) -> torch.Tensor:
+        last = self._sampler.last_token.index_select(0, rows.seats[: rows.device.num_decode])
+        return last if rows.chunk_tokens is None else torch.cat([last, rows.chunk_tokens])
+
+    def _read_back(self, plan: StepPlan, tokens: torch.Tensor | None, pending: PendingSample | None) -> CudaStepHandle:
+        """Enqueue the copy of what was sampled to the host."""
+        if pending is not None:
+            finish = pending.read_back(self._device.pinned)
+        elif tokens is not None:
+            host = self._tokens[plan.step % 2][: len(tokens)]
+            host.copy_(tokens, non_blocking=True)
+
+            def finish() -> StepResult:
+                return StepResult(tuple(host.tolist()))
+        else:
+            finish = _nothing
+        arrived = self._device.event()
+        arrived.record()
+        return CudaStepHandle(arrived, finish, self._stats)
+
+
+def _nothing() -> StepResult:
+    return StepResult(())
+
+
+def _lora_key(lora: LoraStep | None) -> Hashable:
+    return None if lora is None else lora.key

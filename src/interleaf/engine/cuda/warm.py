@@ -1,0 +1,106 @@
+"""Runs made-up steps before the first request, so that none waits for a compiler or a capture. Knows plans, no request.
+
+Kernels that were compiled before come from the caches of Triton and FlashInfer on disk. The steps use the pool's first
+pages, which nobody owns yet, and all-zero adapters of a few shapes that decide which kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from interleaf.adapters.image import layout_of
+from interleaf.core import AdapterUid, Chunk, Module, SamplingParams, SeatStart, StepPlan, StreamOrder
+from interleaf.engine.cuda.runner import CudaRunner
+from interleaf.memory.geometry import PageGeometry
+from interleaf.parallel.shard import Shard
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+_FILTERED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4)
+_RANKS = (16, 64)
+_ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
+_PROMPT_TOKENS = 256
+
+
+class WarmUp:
+    """Made-up steps of one runner, which has run nothing yet."""
+
+    def __init__(
+        self,
+        runner: CudaRunner,
+        shard: Shard,
+        geometry: PageGeometry,
+        *,
+        num_pages: int,
+        num_seats: int,
+        max_rows: int,
+        max_model_len: int,
+    ) -> None:
+        self._runner = runner
+        self._shard = shard
+        self._geometry = geometry
+        self._num_pages = num_pages
+        self._num_seats = num_seats
+        self._max_rows = max_rows
+        self._max_model_len = max_model_len
+        self._num_steps = 0
+        self._seated: tuple[int, ...] = ()
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Do everything; the runner is then as new, but for its graphs and kernels.
+
+        Args: progress: called with (parts done, parts in all).
+        """
+        parts = [*self._parts()]
+        for done, part in enumerate(parts, start=1):
+            part()
+            if progress is not None:
+                progress(done, len(parts))
+        self._launch(StepPlan(self._num_steps, vacate=self._seated))
+
+    def _parts(self) -> Iterator[Callable[[], None]]:
+        yield lambda: self._prefill([])
+        for capacity in reversed(self._runner.capacities):
+            for params in (_GREEDY, _FILTERED):
+                yield lambda n=capacity, p=params: self._decode(n, [], p)  # type: ignore[misc]
+        for rank in _RANKS:
+            uids = self._adapters(rank)
+            if uids:
+                yield lambda u=uids: self._prefill(u)  # type: ignore[misc]
+                for each in _ROWS_PER_ADAPTER:
+                    yield lambda u=uids, e=each: self._decode(self._num_seats, u, _GREEDY, e)  # type: ignore[misc]
+                yield lambda u=uids: self._runner.forget_adapters(u)  # type: ignore[misc]
+
+    def _adapters(self, rank: int) -> list[AdapterUid]:
+        """As many adapters of that rank, in all modules, as there are seats. They share pages, all of zeros."""
+        ranks = {(layer, module): rank for layer in range(self._geometry.num_layers) for module in Module}
+        layout = layout_of(ranks, self._shard, self._geometry, StreamOrder.TILES)
+        if layout.pages > self._num_pages:
+            return []
+        uids = [AdapterUid(f"warm-up {rank} {i}") for i in range(self._num_seats)]
+        self._runner.know_adapters(dict.fromkeys(uids, (layout, range(layout.pages))))
+        return uids
+
+    def _prefill(self, uids: Sequence[AdapterUid]) -> None:
+        """One step as large as steps may be, which also takes the memory that such a step needs."""
+        length = min(_PROMPT_TOKENS, self._max_model_len - 1, self._max_rows)
+        count = max(1, min(self._num_seats, self._max_rows // length))
+        self._start(count, length, [uids[i // 2] if uids else None for i in range(count)], _GREEDY)
+
+    def _decode(self, count: int, uids: Sequence[AdapterUid], params: SamplingParams, each: int = 1) -> None:
+        """Twice the same decode step: once launched kernel by kernel, once captured and replayed."""
+        self._start(count, 1, [uids[i // each] if uids else None for i in range(count)], params)
+        for _ in range(2):
+            self._launch(StepPlan(self._num_steps, decode=tuple(range(count))))
+
+    def _start(self, count: int, length: int, adapters: Sequence[AdapterUid | None], params: SamplingParams) -> None:
+        pages = (0,) * self._geometry.pages_for_tokens(length + 2)
+        starts = tuple(
+            SeatStart(seat, adapters[seat], (0,) * length, length, params, seat, pages, ()) for seat in range(count)
+        )
+        chunks = tuple(Chunk(seat, 0, length, samples=True) for seat in range(count))
+        self._launch(StepPlan(self._num_steps, vacate=self._seated, start=starts, chunks=chunks))
+        self._seated = tuple(range(count))
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._num_steps += 1
+        self._runner.launch(plan).result()

@@ -1,0 +1,118 @@
+"""What the penalised sequences have said so far, as counts on a GPU. Other sequences cost nothing here.
+
+On a GPU a row of counters is read in less time than a list of tokens is gathered, changed and put back (the CPU's way,
+penalties.py), and nothing depends on how long the list is, which only the host could say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from interleaf.core import SamplingParams
+
+_MOST_OUTPUTS = 16_383
+"""Of one token, that are counted: the counters are int16."""
+
+_BLOCK = 4096
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to the device without waiting for it. Pinned memory is kept, until the copy is done, by its allocator."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class PenalisedRows:
+    """Rows of a batch that are copied out, and how they are penalised.
+
+    Attributes:
+        rows: [N] int64, of the batch.   slots: [N] int64, in the book; -1: not penalised.
+        strength: [N, 3] float32, repetition, presence, frequency.
+        counted, counted_slots: [P] int64, those of the N with a slot, and the slots.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    strength: torch.Tensor
+    counted: torch.Tensor
+    counted_slots: torch.Tensor
+
+
+class DevicePenaltyBook:
+    """Counters of the sequences that have penalties, [slots, V] int16: twice the outputs, plus one for the prompt's."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._seen = torch.zeros(0, vocab_size, dtype=torch.int16, device=device)
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._params: dict[int, SamplingParams] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of counters held in memory, in use or free."""
+        return len(self._seen)
+
+    def open(self, seat: int, params: SamplingParams, token_ids: Sequence[int], prompt_tokens: int) -> None:
+        """Begin to count, with the tokens known already, the prompt first."""
+        assert seat not in self._slots, f"seat {seat} has counters already"
+        if not self._free:
+            first, count = self.num_slots, max(1, self.num_slots)
+            self._seen = torch.cat([self._seen, self._seen.new_zeros(count, self._vocab_size)])
+            self._free.extend(range(first, first + count))
+        slot = self._free.pop()
+        ids = np.asarray(token_ids, dtype=np.int64)
+        in_prompt = np.bincount(ids[:prompt_tokens], minlength=self._vocab_size) > 0
+        outputs = np.bincount(ids[prompt_tokens:], minlength=self._vocab_size).clip(max=_MOST_OUTPUTS)
+        self._seen[slot].copy_(upload((2 * outputs + in_prompt).astype(np.int16), self._device))
+        self._slots[seat] = slot
+        self._params[seat] = params
+
+    def close(self, seat: int) -> None:
+        """End the counters of a sequence, if it has any."""
+        slot = self._slots.pop(seat, None)
+        if slot is not None:
+            self._free.append(slot)
+            del self._params[seat]
+
+    def rows(self, rows: Sequence[int], seats: Sequence[int]) -> PenalisedRows:
+        """What `apply` and `record` need for rows of a batch; stays right until one of the seats is closed."""
+        slots = np.array([self._slots.get(s, -1) for s in seats], dtype=np.int64)
+        strength = np.ones((len(rows), 3), dtype=np.float32)
+        for i, seat in enumerate(seats):
+            if (p := self._params.get(seat)) is not None:
+                strength[i] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        counted = np.flatnonzero(slots >= 0)
+        return PenalisedRows(
+            rows=upload(np.asarray(rows, dtype=np.int64), self._device),
+            slots=upload(slots, self._device),
+            strength=upload(strength, self._device),
+            counted=upload(counted, self._device),
+            counted_slots=upload(slots[counted], self._device),
+        )
+
+    def apply(self, logits: torch.Tensor, rows: PenalisedRows) -> torch.Tensor:
+        """Copy rows of `logits`, [N, V], and penalise the copy as PenaltyBook.apply does. Returns: [rows, V] float32."""
+        from interleaf.kernels.penalties import penalise
+
+        out = torch.empty(len(rows.rows), self._vocab_size, dtype=torch.float32, device=self._device)
+        grid = (len(out), -(-self._vocab_size // _BLOCK))
+        # A fused product and difference would round once where the CPU rounds twice.
+        penalise[grid](
+            logits, logits.stride(0), rows.rows, rows.slots, self._seen, rows.strength, out,
+            VOCAB=self._vocab_size, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+
+    def record(self, rows: PenalisedRows, token_ids: torch.Tensor) -> None:
+        """Count one output token of each row: [N] int64."""
+        if len(rows.counted):
+            at = rows.counted_slots * self._vocab_size + token_ids.index_select(0, rows.counted)
+            seen = self._seen.view(-1)
+            seen.index_copy_(0, at, (seen.index_select(0, at) + 2).clamp_(0, 2 * _MOST_OUTPUTS + 1))

@@ -1,0 +1,5 @@
+"""`python -m interleaf.sim`."""
+
+from interleaf.sim.cli import main
+
+main()

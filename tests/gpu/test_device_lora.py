@@ -1,0 +1,219 @@
+"""The LoRA book of a GPU: records made on the device, launches shared by many steps. On a device, or interpreted.
+
+tests/reference/test_device_lora.py runs this file under Triton's interpreter in a process of its own.
+"""
+
+import os
+
+import pytest
+import torch
+
+from interleaf.core import LoraGroup, Module
+from interleaf.kernels import lora_add
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from tests.support.paged_lora import DEVICE, NAN, Pool, Widths, popularity, segments  # noqa: E402
+from tests.support.step_records import AdapterRecords, StepRows  # noqa: E402
+
+WIDTHS = Widths(hidden=192, q=256, kv=64, mlp=2304)
+ON_GPU = DEVICE.type == "cuda"
+
+
+def small_pages(dtype=torch.float32):
+    """Lanes of four tiles: every tile's page is looked up."""
+    return Pool(WIDTHS, (2, 2, 1, 2, 64), 40000, 64, dtype)
+
+
+def large_pages(dtype=torch.float32):
+    """Lanes as long as the largest piece: records name places in the pool."""
+    return Pool(WIDTHS, (2, 2, 64, 4, 64), 300, 64, dtype)
+
+
+POOLS = pytest.mark.parametrize("make_pool", [small_pages, large_pages])
+
+
+def launched(work, layer, group):
+    """(form, expand, real records) of each launch that has any; records as tuples, in order."""
+    runs = work.layers[layer][group].runs if group in work.layers[layer] else ()
+    made = []
+    for run in runs:
+        records = [tuple(r) for r in run._records.cpu().tolist() if r[3] & 0xFF]
+        assert all(not any(r) for r in run._records.cpu().tolist() if not r[3] & 0xFF)
+        if records:
+            made.append((run.shape.form, run.shape.expand, sorted(records)))
+    return made
+
+
+def oracle(pool, adapters, rows, book, layer, group):
+    """The same of the step's records as the host builds them; pages are looked up where the book keeps them."""
+    of = {}
+    for t, adapter in enumerate(rows):
+        if adapter:
+            of.setdefault(id(adapter), (adapter, []))[1].append(t)
+    members = [of[id(a)] for a in adapters if id(a) in of]  # in the order in which the book numbers them
+    at = {"num_layers": pool.layers, "lane_elems": pool.lane_elems}
+    step = StepRows([AdapterRecords(a.layout, a.pages, **at) for a, _ in members], [n for _, n in members])
+    where = book._residents._page_firsts.tolist()
+    first_of = {}
+    lists = step.pages.tolist()
+    for i, adapter in enumerate(adapters):
+        if id(adapter) in of:
+            first_of[len(first_of)] = where[i]
+    moved = {}
+    entry = 0
+    for i, (adapter, _) in enumerate(members):
+        assert lists[entry : entry + len(adapter.pages)] == list(adapter.pages)
+        moved[entry] = first_of[i]
+        entry += len(adapter.pages)
+    groups = step.groups([a.layout.layer_layout[layer] for a, _ in members])
+    made = []
+    for launch in groups[group].launches if group in groups else ():
+        records = [(r[0], moved[r[1]] if r[2] < 0 else r[1], *r[2:]) for r in launch.records.tolist()]
+        made.append((launch.form, launch.expand, sorted(records)))
+    return made, step.rows.tolist()
+
+
+@POOLS
+@pytest.mark.parametrize("ranks", [[8], [1, 16], [3, 8, 64, 100]] if ON_GPU else [[8, 3, 100]], ids=str)
+def test_resolved_records_are_those_that_the_host_would_build(make_pool, ranks):
+    pool = make_pool()
+    adapters = [pool.all_ranks(ranks[i % len(ranks)]) for i in range(4)]
+    adapters.append(pool.put([{Module.DOWN: 4, Module.Q: 6}, None]))
+    book = pool.book()
+    for adapter in adapters:
+        book.add(id(adapter), adapter.layout, adapter.pages)
+    for kind, num_rows in (("distinct", 5), ("zipf", 13), ("some base", 40)) if ON_GPU else (("some base", 9),):
+        rows = popularity(kind, adapters, num_rows, pool.random)
+        step = book.plan(segments(rows), graph=False)
+        step.upload()
+        for layer in range(pool.layers):
+            for group in LoraGroup:
+                want, row_table = oracle(pool, adapters, rows, book, layer, group)
+                assert launched(step.work, layer, group) == want
+                assert step._tables.tables.rows[: len(row_table)].tolist() == row_table
+
+
+def check_step(pool, book, rows, *, graph, tolerance=2e-5):
+    """A step's update against the float32 loops."""
+    step = book.plan(segments(rows), graph=graph)
+    step.upload()
+    for group in LoraGroup if ON_GPU else (LoraGroup.QKV,):
+        x, y, before = pool.inputs(group, len(rows))
+        lora_add(x, y, pool.data, step.work, group, 1)
+        want = pool.expected(rows, group, 1, x, before)
+        error = (y.cpu().float() - want).norm()
+        assert error <= tolerance * want.norm() * 2, f"{group}: {error}"
+        for t, adapter in enumerate(rows):
+            rest = ~pool.touched(adapter, group, 1)
+            assert torch.equal(y[t].cpu()[rest], before[t].cpu()[rest])
+    return step
+
+
+@POOLS
+def test_steps_of_one_key_share_work_that_does_each_steps_own(make_pool):
+    pool = make_pool()
+    a, b, c, d = (pool.all_ranks(r) for r in (8, 16, 3, 8))
+    book = pool.book()
+    for adapter in (a, b, c, d):
+        book.add(id(adapter), adapter.layout, adapter.pages)
+    first = check_step(pool, book, [a, b, None, c, d, a], graph=True)
+    first._tables.tables.v.fill_(NAN)
+    second = check_step(pool, book, [b, b, a, None, d, c], graph=True)
+    assert second.key == first.key
+    assert second.work is first.work
+    with_base = check_step(pool, book, [None, a, None, b, None, None], graph=True)
+    assert with_base.key == first.key
+
+
+def test_adapters_come_and_go_and_come_back_elsewhere():
+    pool = large_pages()
+    a, b = pool.all_ranks(8), pool.put([{Module.V: 5}, {Module.Q: 40, Module.DOWN: 16}])
+    book = pool.book()
+    book.add("a", a.layout, a.pages)
+    book.add("b", b.layout, b.pages)
+    rows = [("a", 0, 1), ("b", 1, 2), (None, 3, 1)]
+    step = book.plan(rows, graph=True)
+    assert book.plan(list(rows), graph=True) is step
+    book.remove("a")
+    with pytest.raises(ValueError, match="adapter a is not in the pool"):
+        book.plan(rows, graph=True)
+    again = pool.all_ranks(8)
+    book.add("a", again.layout, again.pages)
+    back = book.plan(rows, graph=True)
+    assert back.key == step.key
+    assert back.work is step.work
+    back.upload()
+    mixed = [again, b, b, None]
+    for group in (LoraGroup.QKV, LoraGroup.DOWN):
+        x, y, before = pool.inputs(group, 4)
+        lora_add(x, y, pool.data, back.work, group, 1)
+        torch.testing.assert_close(y.cpu(), pool.expected(mixed, group, 1, x, before), atol=2e-4, rtol=2e-4)
+
+
+def test_a_step_that_stands_already_is_not_uploaded_again():
+    pool = large_pages()
+    a = pool.all_ranks(8)
+    book = pool.book()
+    book.add("a", a.layout, a.pages)
+    rows = [("a", 0, 2)]
+    step = book.plan(rows, graph=True)
+    step.upload()
+    step._tables.tables.records.fill_(7)
+    book.plan(rows, graph=True).upload()
+    assert (step._tables.tables.records == 7).all()
+    book.plan([("a", 0, 1)], graph=True).upload()
+    step.upload()
+    assert not (step._tables.tables.records[:4] == 7).any()
+
+
+def test_moved_page_lists_and_recut_layouts_leave_no_stale_place_behind(monkeypatch):
+    from interleaf.kernels import residents
+
+    monkeypatch.setattr(residents, "_PAGE_ENTRIES", 256)
+    monkeypatch.setattr(residents, "_MOST_PIECES", 100)
+    pool = small_pages()
+    adapters = [pool.all_ranks(r) for r in (1, 2, 1, 3)]
+    book = pool.book()
+    keys = []
+    for i, adapter in enumerate(adapters):
+        book.add(id(adapter), adapter.layout, adapter.pages)
+        keys.append(check_step(pool, book, adapters[: i + 1], graph=True).key)
+    assert len(set(keys)) > 1
+    assert book._residents.pages.numel() > 256
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
+@pytest.mark.parametrize("make_pool", [small_pages, large_pages])
+def test_captured_graphs_replay_changing_compositions(make_pool):
+    pool = make_pool(torch.bfloat16)
+    adapters = [pool.all_ranks(r) for r in (8, 16, 64, 5)]
+    book = pool.book()
+    for adapter in adapters:
+        book.add(id(adapter), adapter.layout, adapter.pages)
+    group, size = LoraGroup.GATE_UP, 40
+    x, y, _ = pool.inputs(group, size)
+    graphs = {}
+    for turn in range(30):
+        kind = ("zipf", "some base", "distinct", "identical")[turn % 4]
+        rows = popularity(kind, adapters, size - turn % 3, pool.random) + [None] * (turn % 3)
+        new_x, before, _ = pool.inputs(group, size)
+        x.copy_(new_x)
+        step = book.plan(segments(rows), graph=True)
+        if step is None:
+            continue
+        step.upload()
+        if step.key not in graphs:
+            lora_add(x, y, pool.data, step.work, group, 1)  # compiles
+            graphs[step.key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[step.key]):
+                lora_add(x, y, pool.data, step.work, group, 1)
+        y.copy_(before)
+        graphs[step.key].replay()
+        want = pool.expected(rows, group, 1, x, before)
+        assert (y.cpu().float() - want).norm() <= 1.5e-2 * want.norm()
+    assert len(graphs) < 8

@@ -1,0 +1,198 @@
+"""The GPU's runner, on the CPU: every token that the CPU's runner gives, whatever the mix, with graphs and without."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+from tests.support.interpreted import IS_INTERPRETED  # noqa: E402
+
+if not IS_INTERPRETED:
+    pytest.skip("needs TRITON_INTERPRET=1 and no GPU: test_smollm2_on_gpu.py is for the device", allow_module_level=True)
+
+from interleaf.attention.triton_paged import TritonPaged  # noqa: E402
+from interleaf.config import EngineConfig  # noqa: E402
+from interleaf.core import RequestFailed, SamplingParams, StreamOrder, TokenEvent  # noqa: E402
+from interleaf.engine.build import build_engine  # noqa: E402
+from interleaf.engine.client import InProcessClient  # noqa: E402
+from interleaf.kernels.device_lora import DeviceLora  # noqa: E402
+from tests.support.host_device import HostDevice  # noqa: E402
+from tests.support.host_runner import on_host_device  # noqa: E402
+from tests.support.tiny_models import VOCAB, make_model  # noqa: E402
+
+ADAPTERS = {f"a{r}": f"dummy:r={r},targets=all,seed={r}" for r in (1, 4, 9)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("llama3").save_pretrained(folder)
+    return str(folder)
+
+
+def config(**settings):
+    return EngineConfig(
+        **(
+            {
+                "memory": 2**20,
+                "page_tokens": 4,
+                "max_num_seqs": 6,
+                "max_batch_tokens": 16,
+                "max_model_len": 60,
+                "seed": 1,
+            }
+            | settings
+        )
+    )
+
+
+def requests(num, seed=0):
+    """(prompt, params, adapter)"""
+    draw = random.Random(seed)
+    found = []
+    for i in range(num):
+        kind = draw.choice(["greedy", "drawn", "filtered", "outside"])
+        params = {
+            "greedy": {"temperature": 0},
+            "drawn": {"temperature": 0.9},
+            "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+            "outside": {"temperature": 0.7, "repetition_penalty": 1.3, "logprobs": 3, "min_tokens": 1},
+        }[kind]
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.choice([1, 3, 17, 30]))]
+        length = draw.choice([1, 2, 5, 11])
+        ends = {"ignore_eos": True} if draw.random() < 0.5 else {"stop_token_ids": tuple(range(100, 110))}
+        found.append(
+            (prompt, SamplingParams(max_tokens=length, seed=i, **params, **ends), draw.choice([None, *ADAPTERS]))
+        )
+    return found
+
+
+def with_kernels(parts):
+    """The engine with the real kernels, interpreted; its host tier lays adapters out anew."""
+    parts.store._order = StreamOrder.TILES
+    geometry, heads, seats = parts.geometry, parts.spec.num_heads, parts.config.max_num_seqs
+    return on_host_device(
+        parts,
+        attention=lambda pool: TritonPaged(pool, heads, window=None, max_seqs=seats, max_rows=16),
+        lora=lambda pool: DeviceLora(
+            num_layers=geometry.num_layers, lane_elems=geometry.lane_elems, max_rows=seats, device="cpu"
+        ),
+    )
+
+
+def answers(parts, wanted):
+    client = InProcessClient(parts)
+    for name, source in ADAPTERS.items():
+        client.add_adapter(name, source)
+    ids = [client.submit(*request) for request in wanted]
+    found = {id_: [] for id_ in ids}
+    while client.has_work:
+        for event in client.poll():
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokenEvent):
+                found[event.request_id].append((event.token_id, event.logprobs))
+    stats = client.stats()
+    assert stats.pool.kv_pages == 0
+    client.close()
+    return [found[id_] for id_ in ids], stats
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        for (_, a), (_, b) in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.chosen == pytest.approx(b.chosen, abs=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("max_graphs", [0, 2, 64])
+def test_it_gives_the_tokens_of_the_cpu_s_runner(folder, overlap, max_graphs):
+    wanted = requests(14)
+    expected, _ = answers(build_engine(folder, config(overlap=overlap)), wanted)
+    device = HostDevice()
+    parts = on_host_device(build_engine(folder, config(overlap=overlap)), device=device, max_graphs=max_graphs)
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    stats = parts.runner.stats()
+    assert (stats.num_graph_steps > 0) == (max_graphs > 0)
+    assert stats.num_captures == device.num_captures
+    assert 0 < stats.num_mixed_steps < stats.num_steps
+
+
+def test_a_pool_that_evicts_and_preempts_changes_no_token(folder):
+    wanted = [
+        ([3 + i] * 9, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), adapter)
+        for i, adapter in enumerate([None, "a1", "a4", None, "a9", None])
+    ]
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    found, stats = answers(on_host_device(build_engine(folder, config(memory=47 * 3072, max_model_len=40))), wanted)
+    assert_same(found, expected)
+    assert stats.preemptions
+    assert stats.adapter_evictions
+
+
+def test_prompts_wait_for_a_group_of_seats_and_nothing_else_changes(folder):
+    wanted = requests(14, seed=4)
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    parts = on_host_device(build_engine(folder, config(refill_seats=3)))
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+
+
+def test_a_load_that_takes_long_delays_only_its_own_request(folder):
+    device = HostDevice()
+    parts = on_host_device(build_engine(folder, config()), device=device)
+    client = InProcessClient(parts)
+    client.add_adapter("a4", ADAPTERS["a4"])
+    device.holds_copies = True
+    slow = client.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=4), "a4")
+    quick = client.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=4), None)
+    events = [event for _ in range(12) for event in client.poll()]
+    assert {event.request_id for event in events} == {quick}
+    device.holds_copies = False
+    events = []
+    while client.has_work:
+        events += client.poll()
+    assert sum(isinstance(event, TokenEvent) for event in events) == 4
+    assert {event.request_id for event in events} == {slow}
+    client.close()
+
+
+def test_a_failed_step_fails_every_later_one(folder):
+    parts = on_host_device(build_engine(folder, config()))
+    client = InProcessClient(parts)
+    client.submit([5, 6, 7], SamplingParams(max_tokens=4), None)
+
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    parts.runner._model.forward, forward = broken, parts.runner._model.forward
+    events = []
+    while client.has_work:
+        events += client.poll()
+    assert isinstance(events[-1], RequestFailed)
+    assert "the device is gone" in events[-1].reason
+    assert not client.is_alive
+    parts.runner._model.forward = forward
+    client.close()
+
+
+def test_our_own_kernels_give_the_tokens_of_the_cpu_s(folder):
+    """Attention and LoRA as a GPU without FlashInfer computes them, adapters in the GPU's order."""
+    wanted = requests(8, seed=6)
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    found, _ = answers(with_kernels(build_engine(folder, config())), wanted)
+    assert_same(found, expected)
+
+
+def test_the_scrap_page_is_nobody_s(folder):
+    """Rows that pad a batch write to the last page, which the allocator never gives away."""
+    parts = on_host_device(build_engine(folder, config()))
+    assert parts.pool.num_pages == parts.allocator.num_pages + 1
+    answers(parts, [([7, 8], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), None)] * 3)
+    assert torch.isfinite(parts.pool.data[-1, :, :, 0]).all()  # three rows were padded to four

@@ -1,0 +1,180 @@
+"""Which launches decode steps take: few distinct ones over any traffic, with room for the step and little to spare."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from interleaf.core import GROUP_MODULES, Module, ModuleSpan, PooledLayout, StreamLayout, StreamOrder
+from interleaf.kernels import DeviceLora
+from interleaf.kernels.moulds import MAX_MOULDS, Moulds
+from interleaf.kernels.schemes import SchemeTable
+
+LAYERS = 4
+LANE = 32768
+WIDTHS = {m: (4096, 4096) for m in Module} | {
+    Module.K: (4096, 1024),
+    Module.V: (4096, 1024),
+    Module.GATE: (4096, 14336),
+    Module.UP: (4096, 14336),
+    Module.DOWN: (14336, 4096),
+}
+QKVO = (Module.Q, Module.K, Module.V, Module.O)
+
+
+def layout(rank, targets=tuple(Module), layers=LAYERS):
+    """One stream for the first `layers` layers."""
+    spans, at = [], 0
+    for modules in GROUP_MODULES.values():
+        column = 0
+        mine = []
+        for m in modules:
+            if m in targets:
+                mine.append((m, at, column))
+                at += rank * WIDTHS[m][0]
+            column += WIDTHS[m][1]
+        for m, a_first, column in mine:
+            spans.append(ModuleSpan(m, rank, *WIDTHS[m], a_first, at, column))
+            at += rank * WIDTHS[m][1]
+    stream = StreamLayout(tuple(spans), at, StreamOrder.TILES, 128)
+    return PooledLayout((stream,), (0,) * layers + (None,) * (LAYERS - layers), -(-at // LANE), 0)
+
+
+def filled(layouts, count):
+    book = DeviceLora(num_layers=LAYERS, lane_elems=LANE, max_rows=1024, device="cpu")
+    page = 0
+    for i in range(count):
+        mine = layouts[i % len(layouts)]
+        book.add(i, mine, range(page, page + mine.pages))
+        page += mine.pages
+    return book
+
+
+def singles(uids):
+    return [(uid, t, 1) for t, uid in enumerate(uids)]
+
+
+R16 = [layout(16)]
+MIXED = [layout(r, QKVO) for r in (64, 32, 16, 8)]
+UNLIKE = [layout(16), layout(8, QKVO, layers=2), layout(5, (Module.DOWN,))]
+
+
+def popular(random, count, alpha):
+    weights = 1 / np.arange(1, count + 1) ** alpha
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("layouts", [R16, MIXED, UNLIKE], ids=["r16", "mixed", "unlike"])
+def test_any_traffic_meets_few_distinct_launches_each_with_room_for_its_step(layouts):
+    book = filled(layouts, 300)
+    random = np.random.default_rng(0)
+    keys = defaultdict(set)
+    for _ in range(500):
+        count, size = int(random.integers(1, 301)), int(random.choice([1, 3, 9, 50, 130, 256, 900]))
+        shares = popular(random, count, random.choice([0, 0.5, 1, 2]))
+        for _ in range(3):
+            step = book.plan(singles(random.choice(count, size, p=shares).tolist()), graph=True)
+            keys[(size - 1).bit_length()].add(step.key)
+            assert (step._table.tasks[:, 1] >= 0).all()  # what is left over of each launch, among others
+    assert max(len(k) for k in keys.values()) <= MAX_MOULDS
+    assert sum(len(k) for k in keys.values()) <= 6 * len(keys) + 6
+
+
+@pytest.mark.parametrize("layouts", [R16, MIXED], ids=["r16", "mixed"])
+@pytest.mark.parametrize(("count", "alpha"), [(1, 0), (50, 1), (300, 0), (300, 1)])
+def test_a_saturated_run_stays_with_one_or_two(layouts, count, alpha):
+    book = filled(layouts, count)
+    random = np.random.default_rng(1)
+    shares = popular(random, count, alpha)
+    running = random.choice(count, 256, p=shares).tolist()
+    keys = defaultdict(int)
+    for _ in range(250):
+        for seat in random.integers(0, 256, 3):
+            running[seat] = int(random.choice(count, p=shares))
+        keys[book.plan(singles(running[: 256 - int(random.integers(0, 40))]), graph=True).key] += 1
+    assert len(keys) <= 3
+
+
+@pytest.mark.parametrize("layouts", [R16, MIXED, UNLIKE], ids=["r16", "mixed", "unlike"])
+def test_a_mould_costs_little_more_than_one_made_to_measure(layouts):
+    book = filled(layouts, 300)
+    table = SchemeTable(book._residents.layouts(), 256)
+    random = np.random.default_rng(2)
+    moulds = Moulds()
+    excess = []
+    for _ in range(200):
+        count = int(random.choice([5, 60, 250]))
+        uids = random.choice(count, 250, p=popular(random, count, 1))
+        members, _ = book._residents.members(singles(uids.tolist()))
+        demand = table.demand(members.layouts, members.counts)
+        mould = moulds.choose(demand, table)
+        need = demand.records[mould.scheme]
+        assert (mould.records >= need).all()
+        cost = demand.floor + demand.cost[mould.scheme] + table.idle(mould.records - need)
+        excess.append(cost / (demand.floor + demand.cost.min()) - 1)
+    assert np.mean(excess) < 0.04
+
+
+@pytest.mark.parametrize("layouts", [R16, UNLIKE], ids=["r16", "unlike"])
+def test_the_demand_is_what_the_steps_tasks_add_up_to(layouts):
+    book = filled(layouts, 20)
+    random = np.random.default_rng(3)
+    for _ in range(10):
+        uids = random.integers(0, 20, 70).tolist()
+        members, _ = book._residents.members(singles(uids))
+        step = book.plan(singles(uids), graph=True)
+        table = book._scheme_table(128)
+        demand = table.demand(members.layouts, members.counts)
+        real = step._table.tasks[step._table.tasks[:, 6] > 0]
+        (mould,) = (m for f in book._families.values() for m, c in f.casts.items() if c.key == step.key)
+        assert real[:, 1].sum() == demand.records[mould.scheme].sum()
+        assert step._table.tasks[:, 1].sum() == mould.records.sum()
+
+
+def test_the_last_mould_takes_whatever_comes():
+    book = filled(R16, 300)
+    table = SchemeTable(book._residents.layouts(), 256)
+    moulds = Moulds()
+    made = set()
+    for count in [*range(1, 257, 3), 256]:
+        for others in (0, 1):
+            rows = np.full(count, 1)
+            rows[0] += others * (256 - count)
+            demand = table.demand(np.zeros(count, dtype=np.int64), rows)
+            mould = moulds.choose(demand, table)
+            assert (mould.records >= demand.records[mould.scheme]).all()
+            made.add(mould)
+    assert len(made) <= MAX_MOULDS
+
+
+def test_rows_and_adapters_that_do_not_fit_are_refused_by_name():
+    book = filled(R16, 2)
+    pages = range(1000, 1000 + R16[0].pages)
+    assert book.plan([], graph=True) is None
+    assert book.plan([(None, 0, 5)], graph=False) is None
+    with pytest.raises(ValueError, match=r"1 rows at 1 after row 2"):
+        book.plan([(0, 0, 2), (1, 1, 1)], graph=True)
+    with pytest.raises(ValueError, match=r"at most 1024 rows, got 1025"):
+        book.plan([(0, 0, 1025)], graph=True)
+    assert book.plan([(0, 0, 1025)], graph=False).key is None
+    with pytest.raises(ValueError, match=r"adapter x is not in the pool"):
+        book.plan([("x", 0, 1)], graph=True)
+    with pytest.raises(ValueError, match=r"adapter 1 is in the pool already"):
+        book.add(1, R16[0], pages)
+    with pytest.raises(ValueError, match=r"adapter x is not in the pool"):
+        book.remove("x")
+    with pytest.raises(ValueError, match=rf"{R16[0].pages} different page ids"):
+        book.add("x", R16[0], [*pages[:-1], 1000])
+    with pytest.raises(ValueError, match=r"beyond 2\^31 tiles"):
+        book.add("x", R16[0], [*pages[:-1], 2**21])
+    other = layout(16).layouts[0]
+    with pytest.raises(ValueError, match=r"describes 3 layers, the pool has 4"):
+        book.add("x", PooledLayout((other,), (0, 0, 0), R16[0].pages, 0), pages)
+    with pytest.raises(ValueError, match=r"does not fit 1 lanes"):
+        book.add("x", PooledLayout((other,), (0,) * LAYERS, 1, 0), [7])
+    rowwise = StreamLayout(other.spans, other.elems)
+    with pytest.raises(ValueError, match=r"need images in StreamOrder.TILES"):
+        book.add("x", PooledLayout((rowwise,), (0,) * LAYERS, R16[0].pages, 0), pages)
+    finer = StreamLayout(other.spans, other.elems, StreamOrder.TILES, 64)
+    with pytest.raises(ValueError, match=r"a tile must have 128 elements, as all in this pool, got 64"):
+        book.add("x", PooledLayout((finer,), (0,) * LAYERS, R16[0].pages, 0), pages)
