@@ -138,7 +138,6 @@ class Session:
         self.results.append(report.summary(about, runs))
         for number in range(1, row.repeat + 1):
             if self.is_late:
-                self.say(f"{row.trace_name} {row.adapters} {memory}: run {number} left out, --stop-after is past")
                 return
             engine.register(sources)
             runs.append(measure(engine, requests, costs, self.args.max_run))
@@ -167,14 +166,17 @@ def run_rows(session: Session, rows: Sequence[Row]) -> None:
     for _, same_engine in groupby(rows, key=lambda row: row.settings):
         grouped = list(same_engine)
         if session.is_late:
-            session.say(f"{len(grouped)} rows left out, --stop-after is past")
-            return
+            break
         engine = session.build(grouped[0].settings)
         for _, same_adapters in groupby(grouped, key=lambda row: row.adapters):
             block = list(same_adapters)
-            sources = session.lay_out(engine, block)
+            sources = [] if session.is_late else session.lay_out(engine, block)
             for position, row in enumerate(block):
+                if session.is_late:
+                    break
                 session.run(engine, row, sources[position] if sources else session.lay_out(engine, [row])[0])
+    if session.is_late:
+        session.say("--stop-after is past: whatever was to come is left out")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -67,7 +67,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         good = [run for run in row["runs"] if not run["problems"]]
         if not good:
-            lines.append(f"| {row['trace']} | {row['adapters']} | {row['memory']} | failed |" + " |" * 8)
+            outcome = "failed" if row["runs"] else "not run"
+            lines.append(f"| {row['trace']} | {row['adapters']} | {row['memory']} | {outcome} |" + " |" * 8)
             continue
         last = good[-1]
         rates = " ".join(f"{run['output_tokens_per_s']:,.0f}" for run in good)

@@ -30,7 +30,7 @@ MODEL, GPU, RANK, NUM_ADAPTERS = "llama3-8b", "h200", 16, 600
 SEATS = 256
 LENGTHS = "uniform:8-512"
 LOAD = 0.7
-WARM_UP = 0.2
+WARM_UP = 1 / 3
 SEEDS = (0, 1, 2, 3, 4)
 CALIBRATION_SEED = 100
 OVERSUBSCRIPTION = (1, 2, 5, 20)
@@ -219,7 +219,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=5000, help="of each simulation")
+    parser.add_argument("--requests", type=int, default=6000, help="of each simulation")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "docs/benchmarks/sim")
     options = parser.parse_args()

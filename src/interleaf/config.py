@@ -15,6 +15,8 @@ from interleaf.errors import ConfigError
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "flashinfer", "triton"]
+Admission = Literal["optimistic", "estimated", "conservative"]
+Eviction = Literal["cost", "lru"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -29,6 +31,8 @@ _LIMITS = {
     "max_model_len": 2**31,
     "refill_seats": 2**16,
     "max_graphs": 2**12,
+    "max_loads": 2**12,
+    "prefetch_loads": 2**12,
 }
 """Beyond these a value is a slip of the finger: tables of that size would not fit a machine."""
 
@@ -79,6 +83,15 @@ class EngineConfig:
         max_model_len: prompt + max_tokens at most; None takes the model's own context.
         adapter_host_memory: budget of host memory for registered adapters; beyond it they are read from disk again.
         overlap: plan step k+1 while step k runs. Off, a step is planned after the one before has been read.
+        admission: what must fit in the pool before a sequence starts: its known tokens ("optimistic"), what it and those
+            that run are expected to need at once ("estimated"), or all that they may ever need ("conservative": nobody
+            is preempted).
+        eviction: which idle adapter or prefix leaves first: the one worth least, by the time it takes to bring it back
+            and the chance that it will be wanted ("cost"), or the least recently used ("lru").
+        prefix_cache: sequences of one adapter that begin alike share the pages of what they have in common.
+        max_loads: adapters on their way to the pool at most.
+        prefetch_loads: of those, how many may be for requests that cannot start yet; 0: none.
+        load_timeout: seconds after which an adapter that has not come fails the requests that wait for it.
         seed: of dummy weights and of requests without a seed; None draws one.
 
     Raises: ConfigError: a value is out of range.
@@ -97,10 +110,19 @@ class EngineConfig:
     max_model_len: int | None = None
     adapter_host_memory: int | str = "4GiB"
     overlap: bool = True
+    admission: Admission = "estimated"
+    eviction: Eviction = "cost"
+    prefix_cache: bool = False
+    max_loads: int = 32
+    prefetch_loads: int = 8
+    load_timeout: float = 120.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", Dtype), ("load_format", LoadFormat), ("attention", Attention)):
+        for name, allowed in (
+            ("dtype", Dtype), ("load_format", LoadFormat), ("attention", Attention), ("admission", Admission),
+            ("eviction", Eviction),
+        ):  # fmt: skip
             if getattr(self, name) not in allowed.__args__:  # type: ignore[attr-defined]
                 raise ConfigError(f"{name} must be one of {', '.join(allowed.__args__)}, got {getattr(self, name)!r}")  # type: ignore[attr-defined]
         if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", self.device):
@@ -116,14 +138,19 @@ class EngineConfig:
             raise ConfigError(f"page_tokens must be one of {', '.join(map(str, PAGE_TOKENS))}, got {self.page_tokens}")
         for name, least in (
             ("max_batch_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 1), ("refill_seats", 1), ("max_graphs", 0),
+            ("max_loads", 1), ("prefetch_loads", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if name == "max_model_len" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LIMITS[name]:
                 raise ConfigError(f"{name} must be a whole number from {least} to {_LIMITS[name]}, got {value!r}")
-        if not isinstance(self.overlap, bool):
-            raise ConfigError(f"overlap must be true or false, got {self.overlap!r}")
+        for name in ("overlap", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        timeout = self.load_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86400:
+            raise ConfigError(f"load_timeout must be a number of seconds over 0, 86400 at most, got {timeout!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if self.max_batch_tokens < self.max_num_seqs:

@@ -10,7 +10,8 @@
     │   ├── AdapterRejected       an adapter cannot be served; lists every problem found
     │   ├── AdapterNotFound       no adapter of that name is registered
     │   ├── AdapterNameTaken      the name is registered already, with other contents
-    │   └── AdapterLoadFailed     a registered adapter could not be brought back into memory
+    │   ├── AdapterLoadFailed     a registered adapter could not be brought back into memory
+    │   └── AdaptersUnavailable   whoever reads adapters has died meanwhile; trying again helps
     ├── RequestRejected           a request is malformed or over a limit; nothing was accepted
     │   └── InvalidSamplingParams
     └── EngineDead                the step loop has failed; the cause is chained
@@ -114,6 +115,10 @@ class AdapterLoadFailed(AdapterError):
         self.uid = uid
         self.reason = reason
         super().__init__(f"adapter {uid[:12]}: {reason}")
+
+
+class AdaptersUnavailable(AdapterError):
+    """Whoever reads adapters has died while it was at this, or is not back in time. Trying again does no harm."""
 
 
 class RequestRejected(InterleafError, ValueError):

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Pages by what they hold; free + kv + adapter = total.
+    """Pages by what they hold; free + kv + prefix + adapter = total.
 
     Attributes:
+        kv_pages: of one sequence each.
+        prefix_pages: of the prefix cache: shared by sequences that run, or kept for those to come.
         peak_kv_pages, peak_adapter_pages: the most at any one time, each by itself.
         page_bytes: bytes of one page, over all layers.
     """
@@ -21,6 +23,7 @@ class PoolStats:
     peak_kv_pages: int
     peak_adapter_pages: int
     page_bytes: int
+    prefix_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,13 @@ class EngineStats:
         registered_adapters: adapters that requests can name.
         waiting_by_reason: waiting sequences by what they wait for.
         adapter_hits, adapter_misses: requests whose adapter was, or was not, in the pool when first considered.
+        adapter_late_prefetches: requests whose adapter was on its way then, sent for ahead of need.
+        adapter_prefetches: loads begun ahead of need.
+        adapter_prefetches_unused: of those, the adapters that left without having been used.
         steps: plans launched.   computed_tokens: rows of all steps.   output_tokens: tokens committed.
         preemptions: sequences that lost their seat and were computed again.
+        prefix_hit_tokens, prefix_miss_tokens: known tokens of sequences that started, by whether their KV was found in
+            the prefix cache; both 0 without one.
     """
 
     pool: PoolStats
@@ -51,3 +59,8 @@ class EngineStats:
     computed_tokens: int
     output_tokens: int
     waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    adapter_late_prefetches: int = 0
+    adapter_prefetches: int = 0
+    adapter_prefetches_unused: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_miss_tokens: int = 0

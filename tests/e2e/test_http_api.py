@@ -295,6 +295,43 @@ def test_without_a_tokenizer_ids_are_served_and_texts_are_refused() -> None:
     assert error_of(api.post(CHAT, {"model": BASE, "messages": MESSAGES}), 400)["param"] == "messages"
 
 
+def test_without_a_tokenizer_a_stream_says_each_token_when_it_comes() -> None:
+    api = Api(None, [5, 6, 7])
+    body = {"model": BASE, "prompt": [1, 2], "max_tokens": 3, "stream": True}
+    chunks = [chunk["choices"][0] for chunk in events_of(api.post(COMPLETIONS, body))]
+    assert [chunk["token_ids"] for chunk in chunks] == [[], [5], [6], [7]], "ids are all that there is to say"
+    silent = events_of(api.post(COMPLETIONS, body | {"return_token_ids": False}))
+    assert [chunk["choices"][0]["text"] for chunk in silent] == ["", "", ""]
+    assert "token_ids" not in silent[0]["choices"][0]
+
+
+def test_a_client_that_goes_while_a_chunk_is_on_its_way_ends_its_request_at_once(tokenizer: Tokenizer) -> None:
+    async def work() -> int:
+        engine = NullEngine(lambda prompt, index: tokenizer.encode("The sea"), max_model_len=10**6)
+        app = create_app(engine, tokenizer, ServerConfig(model=BASE))
+        body = json.dumps({"model": BASE, "prompt": "The", "max_tokens": 10**5, "stream": True}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        is_stuck = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await is_stuck.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                is_stuck.set()
+                await asyncio.Event().wait()  # as when the client's side of the connection is full
+
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+        scope |= {"path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "root_path": "", "query_string": b""}
+        await app(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send)
+        return engine.num_running
+
+    assert asyncio.run(work()) == 0
+
+
 def test_a_failure_that_nobody_expected_tells_nothing_of_the_inside(api: Api) -> None:
     async def work(client: httpx.AsyncClient, engine: NullEngine) -> httpx.Response:
         def fail(prompt: Any, index: int) -> list[int]:

@@ -16,6 +16,7 @@ from interleaf.core import SamplingParams
 from interleaf.server.logs import ConsoleFormatter, JsonFormatter, configure_logging, log_fields
 from interleaf.server.metrics import AdapterLabels, Histogram, Metrics
 from interleaf.server.observed import ObservedEngine
+from interleaf.server.totals import Totals
 from tests.support.asynchronous import asynchronous
 from tests.support.served import STATS, FakeEngine, serving, tiny_engine
 from tests.support.tiny_models import make_model, save_model
@@ -276,3 +277,52 @@ def test_the_log_is_configured_once_for_everybody(capsys: pytest.CaptureFixture[
     finally:
         root.handlers[:], root.level = before[0], before[1]
         ours.setLevel(before[2])
+
+
+# ---------------------------------------------------------------- several API processes
+
+
+def counting(requests: int, adapter: str = "a") -> Metrics:
+    metrics = Metrics("base", 5)
+    metrics.finished["stop"] += requests
+    metrics.responses["200"] += requests
+    metrics.prompt_tokens += 10 * requests
+    for _ in range(requests):
+        metrics.first_token_s.observe(0.1)
+        metrics.adapters.add(adapter, 10, 3)
+    return metrics
+
+
+def sums(totals: Totals) -> tuple[float, ...]:
+    samples = samples_of(totals.sum().exposition(None).decode())
+    return (
+        value(samples, "request_success_total", finished_reason="stop"),
+        value(samples, "http_responses_total", status="200"),
+        value(samples, "prompt_tokens_total"),
+        value(samples, "time_to_first_token_seconds_bucket", le="0.15"),
+        value(samples, "adapter_generation_tokens_total", adapter="a"),
+    )
+
+
+def test_whichever_process_answers_tells_what_all_have_counted(tmp_path: Path) -> None:
+    first = Totals(counting(3), "base", 5, tmp_path / "api-1.counts")
+    second = Totals(counting(4), "base", 5, tmp_path / "api-2.counts")
+    assert sums(first) == (3, 3, 30, 3, 9), "the other one has written nothing yet"
+    assert sums(second) == sums(first) == (7, 7, 70, 7, 21)
+    second.sum().prompt_tokens += 1000
+    assert sums(second) == (7, 7, 70, 7, 21), "a sum is not what is counted on"
+
+
+def test_a_process_counts_on_from_where_the_one_before_it_was_seen_last(tmp_path: Path) -> None:
+    dies = Totals(counting(3), "base", 5, tmp_path / "api-1.counts")
+    told = sums(dies)
+    assert sums(Totals(Metrics("base", 5), "base", 5, tmp_path / "api-1.counts")) == told
+    assert sums(Totals(counting(2), "base", 5, tmp_path / "api-1.counts")) == (5, 5, 50, 5, 15)
+
+
+def test_a_label_of_one_process_is_a_label_of_the_sum(tmp_path: Path) -> None:
+    one = Totals(counting(1, "a"), "base", 1, tmp_path / "api-1.counts")
+    two = Totals(counting(1, "b"), "base", 1, tmp_path / "api-2.counts")
+    one.write()
+    samples = samples_of(two.sum().exposition(None).decode())
+    assert [value(samples, "adapter_requests_total", adapter=name) for name in "ab"] == [1, 1]

@@ -340,6 +340,14 @@ async def test_slabs_beyond_the_budget_are_made_again_and_checked(shared: Server
         await idle(engine)
 
 
+def test_only_the_engine_and_the_publisher_have_torch(shared: Server) -> None:
+    def maps_torch(pid: int) -> bool:
+        return "/torch/" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert shared.look()["is_alive"]
+    assert [maps_torch(*shared.pids(role)) for role in ("engine", "publisher", "api")] == [True, True, False]
+
+
 # ---------------------------------------------------------------------------------------------------- deaths
 
 
@@ -360,13 +368,9 @@ def test_each_process_may_be_killed_under_load(start: Callable[..., Server]) -> 
         lines = stream.lines()
         assert lines[-1]["end"] == "RequestFinished", "the death of the publisher disturbed a request"
 
-    def loads() -> bool:
-        (answer,) = server.ask(do="load", name="new", source="dummy:r=8,seed=5").lines()
-        assert "error" not in answer or "started again" in answer["message"], answer
-        return "error" not in answer
-
-    eventually(loads)
-    eventually(lambda: server.pids("publisher"))
+    (answer,) = server.ask(do="load", name="new", source="dummy:r=8,seed=5").lines()
+    assert "error" not in answer, "a load did not wait for the publisher that takes the dead one's place"
+    assert server.pids("publisher")
     assert server.look()["adapters"] == [*ADAPTERS, "new"]
     (answer,) = server.ask(do="load", name="a0", source="dummy:r=8,seed=5").lines()
     assert answer["error"] == "AdapterNameTaken"
@@ -425,6 +429,14 @@ def test_a_signal_during_the_start_ends_it(start: Callable[..., Server]) -> None
     eventually(lambda: server.pids("engine") and server.pids("publisher"))
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 128 + signal.SIGTERM
+    server.assert_nothing_is_left()
+
+
+def test_a_signal_while_api_processes_begin_to_answer_is_an_orderly_end(start: Callable[..., Server]) -> None:
+    server = start(wait=False, api_workers=2)
+    eventually(lambda: server.pids("api"))  # long before they are ready
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
     server.assert_nothing_is_left()
 
 

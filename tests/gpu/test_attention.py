@@ -32,7 +32,7 @@ if not ON_GPU:  # the interpreter takes a thousand times as long: a part of the 
 
 
 def triton_paged(pool, num_heads, window):
-    return TritonPaged(pool, num_heads, window, max_seqs=40, max_rows=2000)
+    return TritonPaged(pool, num_heads, window=window, max_seqs=40, max_rows=2000)
 
 
 def sequences(heads=Heads(4, 2, 16), page_tokens=4, dtype=torch.float32, **settings):  # noqa: B008
@@ -118,7 +118,7 @@ def test_arguments_that_do_not_fit_are_named(name, wrong):
 @pytest.mark.parametrize(("page_tokens", "window", "dtype"), MIXES, ids=str)
 def test_chunks_and_decode_rows_of_one_batch_see_their_own_past_only(page_tokens, window, dtype):
     them = sequences(page_tokens=page_tokens, dtype=dtype, window=window, num_pages=200 if page_tokens > 1 else 400)
-    them.check([], [(0, 7), (1, 1), (3, 90)])
+    them.check([], [(0, 7), (1, 1), (3, 90 if ON_GPU else 35)])
     them.check([0, 1], [(2, 5), (3, 40), (4, 4)])
     them.check([0, 1, 2, 3, 4])
     them.check([2, 4], [(0, 9), (1, 2)])

@@ -10,6 +10,7 @@ import torch
 
 from interleaf.core import LoraGroup, Module
 from interleaf.kernels import lora_add
+from interleaf.kernels.cuda import PagedLaunch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -57,7 +58,8 @@ def oracle(pool, adapters, rows, book, layer, group):
             of.setdefault(id(adapter), (adapter, []))[1].append(t)
     members = [of[id(a)] for a in adapters if id(a) in of]  # in the order in which the book numbers them
     at = {"num_layers": pool.layers, "lane_elems": pool.lane_elems}
-    step = StepRows([AdapterRecords(a.layout, a.pages, **at) for a, _ in members], [n for _, n in members])
+    highest = max(AdapterRecords(a.layout, a.pages, **at).highest for a in adapters)
+    step = StepRows([AdapterRecords(a.layout, a.pages, **at) for a, _ in members], [n for _, n in members], highest)
     where = book._residents._page_firsts.tolist()
     first_of = {}
     lists = step.pages.tolist()
@@ -185,6 +187,27 @@ def test_moved_page_lists_and_recut_layouts_leave_no_stale_place_behind(monkeypa
         keys.append(check_step(pool, book, adapters[: i + 1], graph=True).key)
     assert len(set(keys)) > 1
     assert book._residents.pages.numel() > 256
+
+
+def test_warming_runs_every_launch_of_the_steps_to_come_and_changes_nothing(monkeypatch):
+    pool = large_pages()
+    adapters = [pool.all_ranks(r, (Module.V, Module.DOWN)) for r in (16, 3)]
+    book = pool.book()
+    assert book.warm(pool.data) == 0
+    for adapter in adapters:
+        book.add(id(adapter), adapter.layout, adapter.pages)
+    before = pool.data.clone()
+    warmed = set()
+    with monkeypatch.context() as patched:
+        add = PagedLaunch.add
+        patched.setattr(PagedLaunch, "add", lambda self, *a: (warmed.add(self.shape), add(self, *a)))
+        assert book.warm(pool.data) == len(warmed)
+    assert torch.equal(pool.data.nan_to_num(7.5), before.nan_to_num(7.5))
+    for count in (1, 2, 30, 64):
+        for graph in (True, False):
+            for rows in ([adapters[0]] * count, [adapters[t % 2] for t in range(count)]):
+                for groups in book.plan(segments(rows), graph=graph).work.layers:
+                    assert {run.shape for runs in groups.values() for run in runs.runs} <= warmed
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from interleaf.errors import ConfigError
 from interleaf.parallel.shard import Shard
 from interleaf.weights import open_checkpoint
 
@@ -32,7 +31,6 @@ from tests.support.tiny_models import FAMILIES, VOCAB, make_model, save_model  #
 
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 needs_flashinfer = pytest.mark.skipif(not (ON_GPU and find_spec("flashinfer")), reason="needs FlashInfer on a GPU")
-HALF = [torch.bfloat16, torch.float16]
 OUR_OPS = ops.RowOps(fused.TritonNorm, fused.TritonNorm, fused.triton_swiglu, fused.triton_angles)
 
 
@@ -53,13 +51,13 @@ def tokens(seed, length):
 def steps(model):
     """A prompt, a mixed step of which some rows are sampled, and a decode step."""
     return [
-        model.step(chunks=[(0, tokens(1, 20)), (1, tokens(2, 5))]),
-        model.step([(0, 3), (1, 4)], [(2, tokens(3, 9))], sampled=[0, 1, 10]),
+        model.step(chunks=[(0, tokens(1, 10)), (1, tokens(2, 3))]),
+        model.step([(0, 3), (1, 4)], [(2, tokens(3, 5))], sampled=[0, 1, 6]),
         model.step([(0, 5), (1, 6), (2, 7)]),
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES if ON_GPU else ["llama2-linear", "qwen3"])
 def test_float32_is_the_cpus_to_rounding(family, monkeypatch):
     model = make_model(family)
     expected = steps(PooledModel(load(model)))
@@ -71,11 +69,11 @@ def test_float32_is_the_cpus_to_rounding(family, monkeypatch):
 
 
 def wide_model():
-    """Heads of 64, which FlashInfer takes."""
+    """Heads of 128, which FlashInfer takes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=256, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -90,9 +88,8 @@ def distance(found, expected):
 
 
 @needs_flashinfer
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_16_bits_by_flashinfer_and_by_our_kernels_are_as_close_to_float32_as_the_cpus(dtype, monkeypatch):
-    model = wide_model()
+def test_16_bits_by_flashinfer_and_by_our_kernels_are_as_close_to_float32_as_the_cpus(monkeypatch):
+    model, dtype = wide_model(), torch.bfloat16
     expected = steps(PooledModel(load(model)))
     on_cpu = steps(PooledModel(load(model, dtype)))
     found = {"flashinfer": steps(DeviceModel(load(model, dtype, device=DEVICE), flashinfer_paged))}
@@ -153,14 +150,3 @@ def test_dummy_weights_of_a_gpu_keep_logits_sane(tmp_path):
     ours = Transformer.load(spec, Shard(spec), checkpoint, torch.float32, DEVICE)
     logits = DeviceModel(ours, triton_paged).step(chunks=[(0, tokens(1, 64))])
     assert 0.3 < logits.std() < 3.0
-
-
-@needs_gpu
-def test_float32_refuses_to_be_multiplied_in_tf32():
-    torch.set_float32_matmul_precision("high")
-    try:
-        with pytest.raises(ConfigError, match="tf32"):
-            ops.choose_row_ops(DEVICE, torch.float32)
-        ops.choose_row_ops(DEVICE, torch.bfloat16)
-    finally:
-        torch.set_float32_matmul_precision("highest")

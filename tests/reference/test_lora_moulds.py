@@ -12,7 +12,7 @@ from interleaf.kernels.schemes import SchemeTable
 
 LAYERS = 4
 LANE = 32768
-WIDTHS = {m: (4096, 4096) for m in Module} | {
+WIDTHS = dict.fromkeys(Module, (4096, 4096)) | {
     Module.K: (4096, 1024),
     Module.V: (4096, 1024),
     Module.GATE: (4096, 14336),

@@ -61,11 +61,13 @@ class FakeImages:
         self.fetching: set[str] = set()
         self.failed: dict[str, str] = {}
         self.pins: dict[str, int] = {}
+        self.num_asked = 0
 
     def layout(self, uid: AdapterUid) -> PooledLayout:
         return PooledLayout(layouts=(), layer_layout=(), pages=self.pages[uid], used_bytes=0)
 
     def prepare(self, uid: AdapterUid) -> HostState:
+        self.num_asked += 1
         if uid in self.failed:
             return HostState.FAILED
         if uid in self.on_disk:
@@ -270,4 +272,5 @@ class FakeSystem:
             loads=self.loads,
             prefixes=self.prefixes if self.prefix_cache else None,
         )
-        self.engine = Engine(self.scheduler, self.runner, lookahead=self.lookahead)
+        self.now_s = 0.0
+        self.engine = Engine(self.scheduler, self.runner, lookahead=self.lookahead, now=lambda: self.now_s)

@@ -26,7 +26,7 @@ if IS_INTERPRETED:
     _patched = set()
 
     def _call(self, *args, **kwargs):
-        """A function that a kernel calls. Each call would patch the language anew, which takes longer than most calls."""
+        """What a kernel calls. Each call would patch the language anew, which takes longer than most calls."""
         module = self.fn.__module__
         if module not in _patched:
             _patched.add(module)

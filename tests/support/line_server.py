@@ -18,7 +18,9 @@ from interleaf.errors import InterleafError
 ENTRY = f"{__name__}:run"
 
 
-def run(settings: dict[str, Any], connect: Any, sockets: Sequence[socket.socket], started: Callable[[], None]) -> None:
+def run(
+    settings: dict[str, Any], connect: Any, sockets: Sequence[socket.socket], started: Callable[[], None], counts: Any
+) -> None:
     """Answer until SIGTERM, then finish what was begun."""
     asyncio.run(_serve(connect, sockets, started))
 

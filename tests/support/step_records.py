@@ -200,15 +200,15 @@ class StepRows:
         pages: all adapters' page tables.
     """
 
-    def __init__(self, adapters: Sequence[AdapterRecords], rows: Sequence[Sequence[int]]) -> None:
-        """`rows[i]` are the batch's rows of `adapters[i]`."""
+    def __init__(self, adapters: Sequence[AdapterRecords], rows: Sequence[Sequence[int]], highest: int) -> None:
+        """`rows[i]` are the batch's rows of `adapters[i]`; `highest`: the highest rank of any adapter in the pool."""
         self._adapters = adapters
         self.rows: Ints = np.fromiter(chain.from_iterable(rows), dtype=np.int32)
         self.pages: Ints = np.concatenate([a.pages for a in adapters])
         self._page_firsts = np.array([0, *accumulate(len(a.pages) for a in adapters)], dtype=np.int32)
         counts = [len(r) for r in rows]
         self._counts = np.array(counts, dtype=np.int64)
-        self._forms = choose_forms(counts, max(a.highest for a in adapters))
+        self._forms = choose_forms(counts, highest)
         self._shrinks = self._cut([shrink for shrink, _ in self._forms])
         self._expands = self._cut([expand for _, expand in self._forms])
 

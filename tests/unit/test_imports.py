@@ -6,6 +6,7 @@ in a fresh interpreter where torch cannot be found. Both are themselves tested h
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -185,6 +186,13 @@ def test_the_book_keeping_never_imports_torch():
 
 def test_importing_the_package_alone_does_not_import_torch():
     assert import_without_torch(SOURCE, [PACKAGE]) == {}
+
+
+@pytest.mark.parametrize("module", ["server.api", "server.start", "engine.worker", "engine.roles"])
+def test_processes_that_speak_http_or_watch_others_have_no_torch(module):
+    """Torch is at hand here: transformers looks whether it is, and must leave it at that."""
+    code = f"import sys, {PACKAGE}.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(SOURCE)}).returncode == 0
 
 
 def test_contributing_shows_the_diagram_that_is_enforced():

@@ -22,6 +22,7 @@ from interleaf.core import (
     RopeKind,
     RopeSpec,
     SamplingParams,
+    StreamOrder,
     TokenEvent,
     TokenLogprobs,
 )
@@ -48,7 +49,7 @@ MESSAGES: list[tuple[Any, m.Message]] = [
     (m.ToApi, m.Refused("r", ERROR, True)),
     (m.ToApi, m.Stats(4, STATS)),
     (m.ToApi, m.Stopping("the device has gone")),
-    (m.EngineToPublisher, m.WelcomePublisher(SPEC, PageGeometry(4, 3, 2, 16, 4), "float32", (UID,))),
+    (m.EngineToPublisher, m.WelcomePublisher(SPEC, PageGeometry(4, 3, 2, 16, 4), "float32", StreamOrder.TILES, (UID,))),
     (m.EngineToPublisher, m.Fetch(UID, "folder")),
     (m.EngineToPublisher, m.Done(7)),
     (m.EngineToPublisher, m.Failed(7, ERROR)),

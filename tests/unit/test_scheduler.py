@@ -141,6 +141,18 @@ def test_when_the_pool_runs_dry_the_latest_arrival_is_recomputed_and_answers_the
     assert terminal[0] == RequestFinished("r0"), "the oldest is never preempted"
 
 
+def test_a_preempted_sequence_lets_go_of_its_adapter() -> None:
+    system = FakeSystem({"a": 3}, num_pages=10, page_tokens=2, max_num_seqs=2, max_batch_tokens=8)
+    system.engine.submit(request("first", (1, 2), 16), frozenset(), seed=1)
+    system.engine.step()
+    system.engine.submit(request("second", (1, 2), 12, "a"), frozenset(), seed=2)
+    run(system)
+    assert system.scheduler.num_preemptions > 0
+    # Ten pages hold the nine of the first sequence only because the adapter of the second one has left.
+    assert [uid for plan in system.runner.plans for uid in plan.evict] == ["a"]
+    assert system.residency.counts.loads == 2
+
+
 def test_idle_adapters_leave_least_recently_used_first_before_anything_is_preempted() -> None:
     system = FakeSystem({"a": 3, "b": 3, "c": 3}, num_pages=10)
     for name in ("a", "b", "a", "c"):

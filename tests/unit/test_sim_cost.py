@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.engine_floor import StepCost
+from bench.engine_log import StepLog
+from bench.sim_record import write_record
 from interleaf.core import Module
 from interleaf.errors import ConfigError
 from interleaf.sim.cost import Linear, Roofline, StepWork, roofline
@@ -142,3 +145,15 @@ def test_a_record_is_read_and_its_rates_are_kept_in_a_file(tmp_path: Path) -> No
     record.write_text(record.read_text() + '{"decode_rows": 1}\n')
     with pytest.raises(ConfigError, match=r"steps\.jsonl, line 3"):
         read_record(record)
+
+
+def test_a_log_of_an_engine_becomes_a_record_without_the_steps_that_waited_for_the_host(tmp_path: Path) -> None:
+    log = StepLog(launched_s=[0.0, 0.5, 4.0, 4.5, 5.0], done_s=[1.0, 3.0, 5.0, 5.25, 9.0])
+    costs = [
+        StepCost(rows=rows, decode_rows=decode, adapters=1, weight_bytes=0, kv_bytes=640, adapter_bytes=7, flops=0)
+        for rows, decode in ((4, 4), (4, 4), (4, 4), (9, 2), (0, 0))
+    ]
+    assert write_record(tmp_path / "steps.jsonl", log, costs, token_bytes=64) == 2
+    works, seconds = read_record(tmp_path / "steps.jsonl")
+    assert works == [StepWork(4, 0, 14, 7), StepWork(2, 7, 19, 7)], "the third was launched after the second was read"
+    assert seconds == [2.0, 0.25]

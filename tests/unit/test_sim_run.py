@@ -96,6 +96,45 @@ def test_a_cold_adapters_request_waits_for_its_copy_and_the_base_request_beside_
     assert outcome.counts.misses == outcome.counts.loads == 1
 
 
+def test_a_copy_begins_with_its_step_because_the_step_before_may_still_use_its_pages() -> None:
+    load = workload((0.0, BASE, 2, 40), (0.5, 0, 2, 1), num_adapters=1)
+    _, outcome = run(load)
+    ends = np.cumsum([1 + 0.2 + 0.002, *(1.01 + (2 + n) * 0.001 for n in range(1, 40))])
+    # It arrives during step 0, is handed over when that has been read, and gets its pages in the plan of step 2.
+    copied_s = ends[1] + 5.0
+    running = int(np.searchsorted(ends, copied_s))
+    mixed = 1 + 0.01 + 2 * 0.1 + (2 + 2 + running + 2) * 0.001 + 100 * 0.0001
+    assert outcome.first_token_s[1] == pytest.approx(ends[running + 1] + mixed)
+
+
+def test_a_prompt_of_two_chunks_has_its_first_token_after_the_second() -> None:
+    _, outcome = run(workload((0.0, BASE, 100, 1)), max_batch_tokens=64)
+    first, second = 1 + 64 * 0.1 + 64 * 0.001, 1 + 36 * 0.1 + 100 * 0.001
+    assert outcome.started_s[0] == 0.0
+    assert outcome.first_token_s[0] == pytest.approx(first + second)
+
+
+def test_the_step_rate_is_unchanged_while_twenty_slow_loads_run() -> None:
+    """Five seconds a load, steps of some ten milliseconds: those that run must not notice the others' adapters."""
+    cost = Linear(0.01, 1e-5, 1e-4, 1e-6, 1e-6)
+    warm = [(0.0, 0, 4, 1)]
+    running = [(6.0, BASE, 4, 300), (6.0, 0, 4, 300)]
+    cold = [(6.0, 1 + index, 4, 10) for index in range(20)]
+    ended_s = []
+    for others in ([], cold):
+        load = workload(*warm, *running, *others, num_adapters=21)
+        made = build_world(
+            load, model=MODEL, gpu=GPU, adapters=[ADAPTER] * 21, cost=cost,
+            settings=Settings(pool_pages=1000, max_num_seqs=32, max_batch_tokens=64),
+        )  # fmt: skip
+        outcome = simulate(made, load)
+        ended_s.append(outcome.ended_s[1:3])
+    assert outcome.first_token_s[3:].min() > 6 + 5
+    assert outcome.first_token_s[3:].max() > 6 + 20 * 5
+    assert (ended_s[0] < 6 + 5).all()
+    assert ended_s[0] == pytest.approx(ended_s[1], abs=1e-12)
+
+
 def test_copies_share_one_link_and_follow_each_other() -> None:
     load = workload((0.0, 0, 1, 1), (0.0, 1, 1, 1), num_adapters=2)
     _, outcome = run(load)
@@ -145,6 +184,15 @@ def test_an_adapter_beyond_host_memory_is_read_from_disk_first() -> None:
     assert one.counts.disk_reads == 3
 
 
+def test_what_is_used_last_leaves_host_memory_last() -> None:
+    order = [0, 1, 0, 2, 0, 1]
+    load = workload(*((100.0 * place, uid, 1, 1) for place, uid in enumerate(order)), num_adapters=3)
+    disk = ADAPTER.pages * PAGE_BYTES / 2
+    _, outcome = run(load, host_memory_bytes=2.0 * ADAPTER.pages * PAGE_BYTES, disk_bytes_s=disk, pool_pages=7)
+    waits_for_disk = (outcome.first_token_s - load.arrival_s) > 7.0
+    assert waits_for_disk.tolist() == [True, True, False, True, False, True]
+
+
 # ---------------------------------------------------------------- whole
 
 
@@ -156,7 +204,16 @@ def _mixed(seed: int, arrivals: str = "poisson:0.5", count: int = 150) -> Worklo
 
 
 @pytest.mark.parametrize("arrivals", ["poisson:0.2", "bursts:0.5", "once"])
-@pytest.mark.parametrize("settings", [{}, {"pool_pages": 40}, {"host_memory_bytes": 6000.0, "disk_bytes_s": 500.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pool_pages": 40},
+        {"pool_pages": 40, "eviction": "lru", "prefetch_loads": 0, "admission": "optimistic"},
+        {"pool_pages": 40, "prefix_cache": True, "admission": "conservative", "overlap": False},
+        {"host_memory_bytes": 6000.0, "disk_bytes_s": 500.0},
+    ],
+)
 @pytest.mark.parametrize("max_tokens", [None, 45])
 def test_every_request_ends_once_with_all_its_tokens_and_pages_balance(
     arrivals: str, settings: dict[str, Any], max_tokens: int | None
@@ -232,7 +289,18 @@ def test_a_request_that_could_never_run_is_refused_before_anything_runs() -> Non
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [{"max_num_seqs": 0}, {"max_batch_tokens": 3}, {"refill_seats": 5}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 0},
+        {"max_batch_tokens": 3},
+        {"refill_seats": 5},
+        {"prefetch_loads": 33},
+        {"eviction": "fifo"},
+        {"admission": "never"},
+        {"disk_bytes_s": 0.0},
+    ],
+)
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Settings(**{"max_num_seqs": 4, "max_batch_tokens": 64} | settings)

@@ -135,3 +135,21 @@ def test_one_that_is_removed_while_it_is_on_its_way_leaves_no_room_taken(tmp_pat
     assert tier.in_memory(a, b) == [b]
     assert tier.store.prepare(a) is HostState.FETCHING
     assert tier.wanted[-1][0] == a, "room was still kept for what never came"
+
+
+def test_images_are_prepared_whether_they_are_added_or_come_back(tmp_path: Path) -> None:
+    prepared: list[AdapterImage] = []
+
+    def prepare(image: AdapterImage) -> AdapterImage:
+        prepared.append(image)
+        return image
+
+    store = SlabStore(GEOMETRY, torch.float32, IMAGE_BYTES, lambda uid, source: None, prepare=prepare, now=lambda: 0.0)
+    first = store.add(str(write_slab(tmp_path, *made(1))))
+    second = store.add(str(write_slab(tmp_path, *made(2))))
+    assert store.prepare(first) is HostState.FETCHING
+    store.arrived(first, str(write_slab(tmp_path, *made(1))), None)
+    assert [image.num_bytes for image in prepared] == [IMAGE_BYTES] * 3
+    assert store.prepare(first) is HostState.READY
+    assert store.image(first) is prepared[2]
+    assert second in store

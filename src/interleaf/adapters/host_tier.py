@@ -65,6 +65,8 @@ class HostTier(ABC):
         self._coming_bytes = 0
         # The adapter that READY was last said of. One is enough: the scheduler pins before it asks for another.
         self._promised: AdapterUid | None = None
+        # All that must stay are among these, which are few: so nobody has to look through everything in memory.
+        self._kept: dict[AdapterUid, HostEntry] = {}
         self._closed = False
 
     @abstractmethod
@@ -127,6 +129,7 @@ class HostTier(ABC):
             if entry.image is not None:
                 entry.held_until_s = 0.0
                 self._promised = uid
+                self._kept[uid] = entry
                 self._in_memory.move_to_end(uid)
                 return HostState.READY
             if entry.failure is not None:
@@ -160,7 +163,8 @@ class HostTier(ABC):
         """
         with self._lock:
             self.image(uid)
-            self._entry(uid).pins += 1
+            entry = self._kept[uid] = self._entry(uid)
+            entry.pins += 1
 
     def unpin(self, uid: AdapterUid) -> None:
         """Undo one `pin`."""
@@ -190,6 +194,7 @@ class HostTier(ABC):
             self._closed = True
             self._entries.clear()
             self._in_memory.clear()
+            self._kept.clear()
             self._used_bytes = 0
 
     def _entry(self, uid: AdapterUid) -> HostEntry:
@@ -204,7 +209,11 @@ class HostTier(ABC):
     def _has_room(self, wanted: HostEntry) -> bool:
         """Whether an image may be sent for beside all that is on its way or must stay."""
         staying = self._coming_bytes
-        staying += sum(e.num_bytes for uid, e in self._in_memory.items() if self._must_stay(uid, e))
+        for uid, entry in list(self._kept.items()):
+            if entry.image is not None and self._must_stay(uid, entry):
+                staying += entry.num_bytes
+            else:
+                del self._kept[uid]
         return staying == 0 or staying + wanted.num_bytes <= self._budget_bytes
 
     def _arrived(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage | None, failure: str | None) -> None:
@@ -216,6 +225,7 @@ class HostTier(ABC):
                 return  # removed, or the store was closed
             if image is not None:
                 entry.held_until_s = self._now() + _ARRIVAL_HOLD_S
+                self._kept[uid] = entry
                 self._install(uid, entry, image)
             elif entry.image is None:  # else it was registered again meanwhile
                 entry.failure, entry.failure_reported = failure, False

@@ -199,5 +199,5 @@ def _at(at: ModuleAt) -> str:
 
 def _largest(tensor: torch.Tensor) -> float:
     """The largest magnitude; NaN or infinite if any value is."""
-    low, high = torch.aminmax(tensor)
-    return max(-low.item(), high.item()) if not low.isnan() else math.nan
+    low, high = (value.item() for value in torch.aminmax(tensor))
+    return math.nan if math.isnan(low) else max(-low, high)

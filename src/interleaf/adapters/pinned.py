@@ -23,7 +23,7 @@ def pin(image: AdapterImage) -> AdapterImage:
     data = image.data
     if data.nbytes < _SMALLEST_BYTES or data.is_pinned():
         return image
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
         # The callback runs before the tensor gives its memory back.
         weakref.finalize(data, runtime.cudaHostUnregister, data.data_ptr()).atexit = False

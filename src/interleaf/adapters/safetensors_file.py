@@ -56,12 +56,14 @@ class SafetensorsFile:
         """
         entry = self.entries[name]
         buffer = bytearray(entry.num_bytes)
+        view, done = memoryview(buffer), 0
         try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(entry.first)
-                view, done = memoryview(buffer), 0
-                while done < len(buffer) and (count := file.readinto(view[done:])):
+            descriptor = os.open(self.path, os.O_RDONLY)
+            try:
+                while done < len(buffer) and (count := os.preadv(descriptor, [view[done:]], entry.first + done)):
                     done += count
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise Unreadable(f"{self.path.name} cannot be read: {os.strerror(error.errno or 0)}") from None
         if done < len(buffer):

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -108,6 +108,7 @@ class SlabStore(HostTier):
     Args:
         budget_bytes: of slabs that are mapped.
         ask: has a slab made again of a source, and does not wait; `arrived` is called with it, or with why not.
+        prepare: what is done to an image before it is kept, such as registering its memory with a device's driver.
     """
 
     def __init__(
@@ -117,9 +118,11 @@ class SlabStore(HostTier):
         budget_bytes: int,
         ask: Callable[[AdapterUid, str], None],
         *,
+        prepare: Callable[[AdapterImage], AdapterImage] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(budget_bytes, now=now)
+        self._prepare = prepare
         self._geometry = geometry
         self._dtype = dtype
         self._ask = ask
@@ -127,7 +130,7 @@ class SlabStore(HostTier):
 
     def add(self, source: str) -> AdapterUid:
         """Map the slab at a path. Raises: AdapterLoadFailed: there is none."""
-        slab = map_slab(source, self._geometry, self._dtype)
+        slab = self._map(source)
         self._register(slab.uid, slab.source, slab.image)
         return slab.uid
 
@@ -136,7 +139,7 @@ class SlabStore(HostTier):
         image = None
         if slab is not None:
             try:
-                mapped = map_slab(slab, self._geometry, self._dtype)
+                mapped = self._map(slab)
                 assert mapped.uid == uid, f"slab of {mapped.uid} for {uid}"
                 image = mapped.image
             except AdapterLoadFailed as error:
@@ -144,6 +147,10 @@ class SlabStore(HostTier):
         with self._lock:
             for entry in self._asked.pop(uid, []):
                 self._arrived(uid, entry, image, failure)
+
+    def _map(self, path: str) -> Slab:
+        slab = map_slab(path, self._geometry, self._dtype)
+        return slab if self._prepare is None else replace(slab, image=self._prepare(slab.image))
 
     def asked(self) -> list[tuple[AdapterUid, str]]:
         """What has been asked for and has not arrived: whoever makes slabs may have died meanwhile."""

@@ -79,7 +79,7 @@ class FlashInferPaged:
         self._num_heads, self._group = num_heads, num_heads // kv_heads
         self._programs = multiprocessors * _BLOCKS_PER_SM // kv_heads
         # All launches share it: what lies there is used up before the next one begins.
-        self.parts = torch.zeros(self._part_bytes(), dtype=torch.uint8, device=device)
+        self.parts = torch.empty(self._part_bytes(), dtype=torch.uint8, device=device)
         self._decode_plan, self._chunk_plan = (
             torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
         )

@@ -42,6 +42,9 @@ class TritonPaged:
         max_seqs: sequences of a step at most, padding of a graph's batch included.
         max_rows: rows of a step with chunks at most.
 
+    Attributes:
+        shapes: of the kernels.
+
     Raises: ValueError: the pool's heads do not suit.
     """
 
@@ -49,8 +52,8 @@ class TritonPaged:
         self,
         pool: PagePool,
         num_heads: int,
-        window: int | None = None,
         *,
+        window: int | None = None,
         scale: float | None = None,
         max_seqs: int,
         max_rows: int,
@@ -62,14 +65,13 @@ class TritonPaged:
                 f"{g.head_dim}"
             )
         self._pool = data
-        self._num_heads = num_heads
         self._window = window
         self._max_seqs, self._max_rows = max_seqs, max_rows
         on_gpu = data.is_cuda
         sms = torch.cuda.get_device_properties(data.device).multi_processor_count if on_gpu else _INTERPRETED_SMS
         self._spare_parts = -(-sms * _PROGRAMS_PER_SM // g.num_kv_heads)
-        self._shape = _Shape(data, num_heads, 1.0 / math.sqrt(g.head_dim) if scale is None else scale, window)
-        num_records = 2 * self._spare_parts + max_seqs + max_rows // self._shape.tile_rows
+        self.shapes = KernelShapes(data, num_heads, 1.0 / math.sqrt(g.head_dim) if scale is None else scale, window)
+        num_records = 2 * self._spare_parts + max_seqs + max_rows // self.shapes.tile_rows
         # Zeroes are records of programs that end at once.
         self._records = torch.zeros(num_records, RECORD_INTS, dtype=torch.int32, device=data.device)
         part_shape = (2 * self._spare_parts, num_heads)
@@ -85,7 +87,7 @@ class TritonPaged:
         chunk = slice(rows.num_decode, None)
         q_lens = rows.host_q_lens[chunk]
         first_row = rows.num_decode + np.cumsum(q_lens, dtype=np.int32) - q_lens
-        tiles = cut_chunks(rows.host_seats[chunk], first_row, q_lens, rows.host_kv_lens[chunk], self._shape.tile_rows)
+        tiles = cut_chunks(rows.host_seats[chunk], first_row, q_lens, rows.host_kv_lens[chunk], self.shapes.tile_rows)
         return self._step(rows, merges, parts, tiles)
 
     def prepare_graph(self, rows: DeviceRows) -> PagedStep:
@@ -104,7 +106,7 @@ class TritonPaged:
         stop = rows.host_kv_lens[: rows.num_decode]
         first = np.zeros_like(stop) if self._window is None else np.maximum(stop - self._window, 0)
         seats = rows.host_seats[: rows.num_decode]
-        return cut_decode(seats, first, stop, self._spare_parts, self._shape.part_step)
+        return cut_decode(seats, first, stop, self._spare_parts, self.shapes.part_step)
 
     def _step(self, rows: DeviceRows, merges: Int32s, parts: Int32s, tiles: Int32s) -> PagedStep:
         sizes = [len(merges), len(parts), len(tiles)]
@@ -114,13 +116,15 @@ class TritonPaged:
         records = self._records[: len(host)]
         records.copy_(host, non_blocking=True)
         of_merges, of_parts, of_tiles = torch.split(records, sizes)
-        return PagedStep(self._shape, rows, of_merges, of_parts, of_tiles, self._pool, self._part_out, self._part_lse)
+        return PagedStep(self.shapes, rows, of_merges, of_parts, of_tiles, self._pool, self._part_out, self._part_lse)
 
 
-class _Shape:
-    """What is fixed for all launches: the kernels' compile-time arguments.
+class KernelShapes:
+    """What is fixed for all launches.
 
     Attributes:
+        decode, merge, chunks: compile-time arguments and launch options of each kernel.
+        log2_scale: what scores are multiplied by, in powers of two.
         tile_rows: rows of the batch in a tile of a chunk.
         part_step: positions that a decode program takes at a time.
     """
@@ -163,7 +167,7 @@ class PagedStep:
         merges, parts, tiles: [N, 8]; none: nothing is launched for them.
     """
 
-    shape: _Shape
+    shapes: KernelShapes
     rows: DeviceRows
     merges: Tensor
     parts: Tensor
@@ -176,22 +180,22 @@ class PagedStep:
         """See StepAttention."""
         from interleaf.kernels import paged_attention
 
-        rows, shape = self.rows, self.shape
+        rows, shapes = self.rows, self.shapes
         q = rotate_and_append(qkv, angles, rows.slots, self.pool, layer)
         out = torch.empty_like(q)
         kv_heads = self.pool.shape[4]
         sequences = (rows.table, rows.table.stride(0), self.pool, layer, out)
         if len(self.parts):
             paged_attention.decode[(kv_heads, len(self.parts))](
-                self.parts, q, *sequences, self.part_out, self.part_lse, shape.log2_scale, **shape.decode
+                self.parts, q, *sequences, self.part_out, self.part_lse, shapes.log2_scale, **shapes.decode
             )
         if len(self.merges):
             paged_attention.merge[(kv_heads, len(self.merges))](
-                self.merges, self.part_out, self.part_lse, out, **shape.merge
+                self.merges, self.part_out, self.part_lse, out, **shapes.merge
             )
         if len(self.tiles):
             paged_attention.chunks[(kv_heads, len(self.tiles))](
-                self.tiles, q, *sequences, shape.log2_scale, **shape.chunks
+                self.tiles, q, *sequences, shapes.log2_scale, **shapes.chunks
             )
         return out.flatten(1)
 

@@ -263,6 +263,11 @@ class AsyncLink:
         data: bytes = await self._dealer.recv()
         return data
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the other process lives, at this moment: `died` tells an event loop later."""
+        return _is_open(self._lifeline)
+
     async def died(self) -> None:
         """Return when the other process has died."""
         loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class Child:
         self.name = name
         self._reports, write_end = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "interleaf.engine.process", role, str(write_end)],
+            [sys.executable, "-P", "-m", "interleaf.engine.roles", role, str(write_end)],
             stdin=subprocess.PIPE,
             pass_fds=(write_end, *inherited),
             start_new_session=True,

@@ -8,13 +8,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from interleaf.core import AdapterUid, Event, PooledLayout, Request, SamplingParams, TokenEvent
-from interleaf.engine.build import EngineParts
 from interleaf.errors import PoolTooSmall, RequestRejected
 from interleaf.memory.allocator import OwnerKind
+from interleaf.memory.prefix import PrefixCounts
 from interleaf.stats import EngineStats, PoolStats
+
+if TYPE_CHECKING:  # it imports torch, and processes that only check requests have none
+    from interleaf.engine.build import EngineParts
 
 _FETCH_WAIT_S = 0.05
 """Longest wait for the host tier before the engine is asked again."""
@@ -181,6 +184,7 @@ class InProcessClient:
         """The engine at this moment."""
         parts = self._parts
         counts = parts.residency.counts
+        prefixes = PrefixCounts() if parts.prefixes is None else parts.prefixes.counts
         return EngineStats(
             pool=PoolStats(
                 total_pages=parts.allocator.num_pages,
@@ -190,6 +194,7 @@ class InProcessClient:
                 peak_kv_pages=parts.allocator.num_peak_pages(OwnerKind.KV),
                 peak_adapter_pages=parts.allocator.num_peak_pages(OwnerKind.ADAPTER),
                 page_bytes=parts.geometry.page_bytes,
+                prefix_pages=parts.allocator.num_used_pages(OwnerKind.PREFIX),
             ),
             resident_adapters=len(parts.residency.resident()),
             registered_adapters=len(parts.registry),
@@ -205,6 +210,11 @@ class InProcessClient:
             computed_tokens=parts.engine.num_computed_tokens,
             output_tokens=parts.engine.num_output_tokens,
             waiting_by_reason={reason.value: n for reason, n in parts.scheduler.waiting_by_reason().items()},
+            adapter_late_prefetches=counts.late_prefetches,
+            adapter_prefetches=counts.prefetches,
+            adapter_prefetches_unused=counts.prefetched_unused,
+            prefix_hit_tokens=prefixes.hit_tokens,
+            prefix_miss_tokens=prefixes.computed_tokens,
         )
 
     def close(self) -> None:
@@ -213,7 +223,7 @@ class InProcessClient:
 
     def _forget(self, uid: AdapterUid) -> None:
         """An adapter has no names and no requests left: it goes on every tier."""
-        self._parts.residency.remove(uid)
+        self._parts.scheduler.forget_adapter(uid)
         self._parts.store.remove(uid)
 
     def _require_fit(self, name: str, layout: PooledLayout) -> None:

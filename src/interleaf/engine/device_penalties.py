@@ -46,7 +46,8 @@ class PenalisedRows:
 class DevicePenaltyBook:
     """Counters of the sequences that have penalties, [slots, V] int16: twice the outputs, plus one for the prompt's."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, *, kernels: bool) -> None:
+        self._kernels = kernels
         self._device = device
         self._vocab_size = vocab_size
         self._seen = torch.zeros(0, vocab_size, dtype=torch.int16, device=device)
@@ -98,7 +99,12 @@ class DevicePenaltyBook:
         )
 
     def apply(self, logits: torch.Tensor, rows: PenalisedRows) -> torch.Tensor:
-        """Copy rows of `logits`, [N, V], and penalise the copy as PenaltyBook.apply does. Returns: [rows, V] float32."""
+        """Copy rows of `logits`, [N, V], and penalise the copies as PenaltyBook.apply does.
+
+        Returns: [rows, V] float32.
+        """
+        if not self._kernels:
+            return self._apply_torch(logits, rows)
         from interleaf.kernels.penalties import penalise
 
         out = torch.empty(len(rows.rows), self._vocab_size, dtype=torch.float32, device=self._device)
@@ -110,9 +116,21 @@ class DevicePenaltyBook:
         )  # fmt: skip
         return out
 
+    def _apply_torch(self, logits: torch.Tensor, rows: PenalisedRows) -> torch.Tensor:
+        values = logits[rows.rows].float()
+        changed = values[rows.counted]
+        counts = self._seen[rows.counted_slots].int()
+        outputs = counts >> 1
+        repetition, presence, frequency = rows.strength[rows.counted, :, None].unbind(1)
+        scaled = torch.where(changed > 0, changed / repetition, changed * repetition)
+        changed = torch.where(counts > 0, scaled, changed)
+        values[rows.counted] = changed - presence * (outputs > 0) - frequency * outputs
+        return values
+
     def record(self, rows: PenalisedRows, token_ids: torch.Tensor) -> None:
         """Count one output token of each row: [N] int64."""
         if len(rows.counted):
             at = rows.counted_slots * self._vocab_size + token_ids.index_select(0, rows.counted)
             seen = self._seen.view(-1)
-            seen.index_copy_(0, at, (seen.index_select(0, at) + 2).clamp_(0, 2 * _MOST_OUTPUTS + 1))
+            before = seen.index_select(0, at)
+            seen.index_copy_(0, at, torch.where(before < 2 * _MOST_OUTPUTS, before + 2, before))

@@ -24,6 +24,7 @@ from interleaf.core import SamplingParams, StepResult, TokenLogprobs
 from interleaf.engine.device_penalties import DevicePenaltyBook, PenalisedRows, upload
 from interleaf.engine.logprobs import pack_logprobs, unpack_logprobs
 from interleaf.engine.sampling_math import stream_key
+from interleaf.engine.torch_choice import TorchChooser
 from interleaf.kernels.token_choice import STATE_FIELDS, Choice, TokenChooser
 
 _EDITED_ROWS = 64
@@ -124,14 +125,19 @@ class DeviceSampler:
 
     Args:
         max_rows: rows sampled at a time at most.
+        kernels: use Triton's kernels; by default where the device is a GPU.
     """
 
-    def __init__(self, num_seats: int, vocab_size: int, device: torch.device, max_rows: int) -> None:
+    def __init__(
+        self, num_seats: int, vocab_size: int, device: torch.device, max_rows: int, *, kernels: bool | None = None
+    ) -> None:
+        on_gpu = device.type == "cuda"
+        kernels = on_gpu if kernels is None else kernels
         self._num_seats = num_seats
         self._vocab_size = vocab_size
         self._device = device
-        self._chooser = TokenChooser(vocab_size, device, max_rows)
-        self._penalties = DevicePenaltyBook(vocab_size, device)
+        self._chooser = TokenChooser(vocab_size, device, max_rows) if kernels else TorchChooser()
+        self._penalties = DevicePenaltyBook(vocab_size, device, kernels=kernels)
         self._minus_infinity = torch.full((), -torch.inf, device=device)
         self.last_token = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
 
@@ -145,7 +151,6 @@ class DeviceSampler:
         self._state = torch.zeros(num_seats + 1, STATE_FIELDS, dtype=torch.int64, device=device)
         self._rows = np.zeros((num_seats, STATE_FIELDS), dtype=np.int64)
         self._changed: dict[int, None] = {}
-        on_gpu = device.type == "cuda"
         size = (num_seats, 1 + STATE_FIELDS)
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
         self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -210,7 +215,7 @@ class DeviceSampler:
         self._changed.clear()
         self._turn ^= 1
         sent = self._sent[self._turn]
-        if sent is not None and not sent.query():
+        if sent is not None and not sent.query():  # type: ignore[no-untyped-call]
             sent.synchronize()  # the copy of two flushes ago
         host = self._host[self._turn][: len(seats)]
         host.numpy()[:, 0] = seats
@@ -257,16 +262,18 @@ class DeviceSampler:
         packed = None
         if batch.asking is not None:
             widest = max(batch.num_top)
-            shares = batch.asking.split(_EDITED_ROWS)
+            shares = [batch.asking[at : at + _EDITED_ROWS] for at in range(0, len(batch.asking), _EDITED_ROWS)]
             packed = torch.cat([pack_logprobs(logits[rows], token_ids[rows], widest) for rows in shares])
         return PendingSample(token_ids, packed, batch.rows, batch.num_top)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile and load the kernels, for logits of this dtype; tokens go to the padding seat."""
-        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
         seats = torch.full((1,), self._num_seats, dtype=torch.int64, device=self._device)
-        for choice in Choice:
-            self._chooser.choose(logits, seats, self._state, self.last_token, choice)
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        edited = self._penalties.apply(logits, self._penalties.rows([0], [self._num_seats]))
+        for rows in (logits, edited):
+            for choice in Choice:
+                self._chooser.choose(rows, seats, self._state, self.last_token, choice)
 
     def _kind_of(self, seat: int, params: SamplingParams) -> SamplingKind:
         outside = params.has_penalties or params.logprobs is not None or self._bound[seat] > 0

@@ -9,8 +9,9 @@ device never waits for the host. With 0 a step is read before the next is planne
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from interleaf.core import AdapterUid, Event, Request, StepPlan, StepResult, TokenEvent
@@ -54,14 +55,20 @@ class Runner(Protocol):
 class Engine:
     """Turns requests into events, one step at a time. Not thread-safe: one thread owns it.
 
+    Args:
+        now: seconds, monotonic; what takes too long is given up by it.
+
     Attributes:
         is_stalled: the last step found nothing to do: open requests wait for the host tier, or none is open.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, lookahead: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, lookahead: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._lookahead = lookahead
+        self._now = now
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._failure: BaseException | None = None
         self.is_stalled = False
@@ -118,7 +125,7 @@ class Engine:
     def _advance(self) -> None:
         for report in self._runner.poll_loads():
             self._scheduler.load_done(report.uid, report.error)
-        plan = self._scheduler.plan() if self._failure is None else None
+        plan = self._scheduler.plan(self._now()) if self._failure is None else None
         if plan is not None:
             self._in_flight.append((plan, self._runner.launch(plan)))
             self.num_steps += 1

@@ -65,6 +65,7 @@ class SeatInputs:
     def start(self, start: SeatStart) -> None:
         """A sequence takes a free seat."""
         self.table.start(start.seat, start.pages)
+        self.table.lengths[start.seat] = start.num_cached
         self._token_ids[start.seat] = np.array(start.token_ids, dtype=np.int64)
         self._adapter_of[start.seat] = start.adapter
         self._composition = None

@@ -21,10 +21,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: torch
 
     The numbers are those of a float32 log_softmax. Equally probable tokens are listed lowest id first. A row with NaN
     or +inf gets NaN for the chosen token and an empty list.
-    The results are host numbers: on a device this call waits for it.
 
     Args:
-        logits: [N, V], any float dtype, before temperature and penalties.
+        logits: [N, V] on the CPU, any float dtype, before temperature and penalties.
         token_ids: [N] int64, the chosen tokens.
         num_top: [N] int64, how many of the most probable tokens to list; more than V lists V.
     """
@@ -43,8 +42,8 @@ def _describe(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: torch.Te
     values = largest(logprobs, max(1, int(num_top.max())))
     floor = values.gather(1, (num_top - 1).clamp(min=0)[:, None]).masked_fill(num_top[:, None] == 0, torch.inf)
     hits = (logprobs >= floor).nonzero()
-    rows, ids = hits.cpu().numpy().T
-    found = logprobs[hits[:, 0], hits[:, 1]].cpu().numpy()
+    rows, ids = hits.numpy().T
+    found = logprobs[hits[:, 0], hits[:, 1]].numpy()
     order = np.lexsort((ids, -found, rows))
     ids, found = ids[order], found[order]
     first = np.searchsorted(rows, np.arange(len(logprobs) + 1))
@@ -90,7 +89,10 @@ def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -
 
 
 def unpack_logprobs(packed: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Read what `pack_logprobs` has packed, on the host. Args: num_top: how many tokens each row lists of those packed."""
+    """Read what `pack_logprobs` has packed, on the host.
+
+    Args: num_top: how many of the tokens that are packed each row lists.
+    """
     chosen = (packed[:, 0] >> 32).int().view(torch.float32)
     ranks = packed[:, 0] & _LOW_32
     values = _ordered(packed[:, 1:] >> 32).int().view(torch.float32)

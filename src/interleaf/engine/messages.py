@@ -21,6 +21,7 @@ from interleaf.core import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    StreamOrder,
     TokenEvent,
 )
 from interleaf.engine.serving import EngineInfo
@@ -103,6 +104,7 @@ class WelcomePublisher(Message, frozen=True):
     spec: ModelSpec
     geometry: PageGeometry
     dtype: str
+    order: StreamOrder
     uids: tuple[AdapterUid, ...]
 
 
@@ -240,6 +242,7 @@ class Boot(msgspec.Struct, frozen=True):
         run: folder of this run's sockets and journal, private to its owner.
         slabs: folder of this run's slabs.
         entry: of an API process, "module:function"; its settings are plain values.
+        name: of the child, and of whoever takes its place.
     """
 
     run: str
@@ -249,6 +252,7 @@ class Boot(msgspec.Struct, frozen=True):
     entry: str = ""
     settings: dict[str, Any] = {}
     listeners: tuple[int, ...] = ()
+    name: str = ""
 
 
 class Started(Message, frozen=True):

@@ -9,7 +9,6 @@ tier and the pool know nothing else. What an API process has asked for ends with
 from __future__ import annotations
 
 import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from interleaf.adapters.pinned import pin
 from interleaf.adapters.slabs import SlabStore
 from interleaf.core import (
     AdapterUid,
@@ -27,7 +27,7 @@ from interleaf.core import (
     TokenEvent,
 )
 from interleaf.engine import messages as m
-from interleaf.engine.build import EngineParts, build_engine
+from interleaf.engine.build import EngineParts, build_engine, stream_order
 from interleaf.engine.channel import ENGINE_SOCKET, Endpoint, Peer
 from interleaf.engine.child import Parent
 from interleaf.engine.client import InProcessClient
@@ -60,11 +60,12 @@ class EngineServer:
         self._wanted: deque[m.Fetch] = deque()  # slabs to ask for
         self._stopping = False
         budget = boot.config.adapter_host_memory_bytes
+        prepare = None if boot.config.device == "cpu" else pin
         self._parts = build_engine(
             model,
             boot.config,
             None if parent is None else parent.progress,
-            lambda geometry, dtype: SlabStore(geometry, dtype, budget, self._want),
+            lambda geometry, dtype: SlabStore(geometry, dtype, budget, self._want, prepare=prepare),
         )
         self._client = InProcessClient(self._parts)
         self._info = EngineInfo.of(self._parts)
@@ -153,7 +154,7 @@ class EngineServer:
         parts = self._parts
         dtype = str(parts.pool.data.dtype).removeprefix("torch.")
         uids = tuple(AdapterUid(name) for name in parts.registry.names())
-        self._send(peer, m.WelcomePublisher(parts.spec, parts.geometry, dtype, uids))
+        self._send(peer, m.WelcomePublisher(parts.spec, parts.geometry, dtype, stream_order(parts.config), uids))
         self._wanted.clear()
         for uid, source in self._store.asked():  # of the publisher before this one
             self._want(uid, source)
@@ -230,24 +231,3 @@ def run_engine(parent: Parent) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: server.stop())
     parent.started()
     return 0 if server.run() is None else 1
-
-
-def main() -> int:
-    """One of the processes that the supervisor starts: `python -m interleaf.engine.process ROLE REPORTS`."""
-    role, reports = sys.argv[1], int(sys.argv[2])
-    match role:
-        case "engine":
-            return run_engine(Parent(reports))
-        case "publisher":
-            from interleaf.engine import publisher
-
-            return publisher.run_publisher(Parent(reports, publisher.clear_up))
-        case "api":
-            from interleaf.engine import worker
-
-            return worker.run_worker(Parent(reports))
-    raise SystemExit(f"unknown role {role!r}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

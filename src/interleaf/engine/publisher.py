@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from interleaf.adapters.image import build
+from interleaf.adapters.parsed import ParsedAdapter
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.slabs import SUFFIX, write_slab
 from interleaf.adapters.sources import open_adapter
@@ -35,9 +36,6 @@ JOURNAL = "names"
 """File in the run's folder."""
 
 _IDLE_WAIT_S = 0.5
-_NICENESS = 10
-"""The step loop comes first when both want a core."""
-
 _REQUESTS = msgspec.msgpack.Decoder(m.ToPublisher)
 _REPLIES = msgspec.msgpack.Decoder(m.EngineToPublisher)
 
@@ -149,8 +147,7 @@ class Publisher:
         if uid in self._table.sources:  # under this name or another: the engine has it
             registered(None)
             return
-        image = build(parsed, self._shard, self._welcome.geometry, self._dtype)
-        slab = write_slab(self._slabs, uid, load.source, image)
+        slab = self._write(parsed, load.source)
         self._last_call += 1
         self._calls[self._last_call] = _Registration(uid, registered)
         self._engine.send(m.encode(m.Register(self._last_call, uid, str(slab))))
@@ -180,9 +177,7 @@ class Publisher:
                 raise AdapterLoadFailed(
                     uid, f"{source} has changed since it was registered: it now holds adapter {parsed.uid[:12]}"
                 )
-            slab = str(
-                write_slab(self._slabs, uid, source, build(parsed, self._shard, self._welcome.geometry, self._dtype))
-            )
+            slab = str(self._write(parsed, source))
         except AdapterLoadFailed as error:
             failure = error.reason
         except InterleafError as error:
@@ -190,6 +185,11 @@ class Publisher:
         except Exception as error:  # requests wait for an answer, whatever has happened
             failure = f"{source} could not be read: {type(error).__name__}: {error}"
         self._engine.send(m.encode(m.Fetched(uid, slab, failure)))
+
+    def _write(self, parsed: ParsedAdapter, source: str) -> Path:
+        """Lay an adapter out as the engine's pages hold it. Raises: AdapterRejected, AdapterLoadFailed."""
+        image = build(parsed, self._shard, self._welcome.geometry, self._dtype, self._welcome.order)
+        return write_slab(self._slabs, parsed.uid, source, image)
 
     @contextmanager
     def _failing(self, peer: Peer, call: int) -> Iterator[None]:
@@ -213,11 +213,19 @@ def clear_up(boot: m.Boot) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _step_back() -> None:
+    """Take only the time that nobody else wants: a thread of a step that wakes has its core at once."""
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.nice(19)
+
+
 def run_publisher(parent: Parent) -> int:
     """The publisher process. Returns: its exit code."""
     torch.set_num_threads(1)
-    with suppress(OSError):
-        os.nice(_NICENESS)
+    _step_back()
     publisher = None
     try:
         publisher = Publisher(Path(parent.boot.run), Path(parent.boot.slabs))

@@ -21,10 +21,13 @@ from interleaf.engine import messages as m
 from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, AsyncLink
 from interleaf.engine.client import check_request
 from interleaf.engine.serving import EngineInfo, Inbox
-from interleaf.errors import AdapterNotFound, EngineDead, InterleafError
+from interleaf.errors import AdapterNotFound, AdaptersUnavailable, EngineDead, InterleafError
 from interleaf.stats import EngineStats
 
 _CONNECT_S = 30.0
+
+_RESTART_S = 30.0
+"""For a publisher that has died to be started again, which is mostly a few seconds; then a call is refused."""
 
 _LAST_WORDS_S = 0.5
 """What a dying engine has sent is read before its requests are failed for it."""
@@ -52,6 +55,7 @@ class RemoteEngine:
         self._publisher_calls: dict[int, asyncio.Future[Any]] = {}
         self._engine: AsyncLink | None = None
         self._publisher: AsyncLink | None = None
+        self._publisher_changed = asyncio.Event()  # another one is there, or there will be none
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -112,13 +116,13 @@ class RemoteEngine:
             self._engine.send(m.encode(m.Abort(request_id, index)))
 
     async def load_adapter(self, name: str, source: str) -> AdapterUid:
-        """See AsyncEngine."""
+        """See AsyncEngine. Raises, too: AdaptersUnavailable."""
         loaded = await self._ask_publisher(lambda call: m.Load(call, name, source))
         assert isinstance(loaded, m.Loaded)
         return loaded.uid
 
     async def unload_adapter(self, name: str) -> None:
-        """See AsyncEngine."""
+        """See AsyncEngine. Raises, too: AdaptersUnavailable."""
         await self._ask_publisher(lambda call: m.Unload(call, name))
 
     async def stats(self) -> EngineStats:
@@ -177,6 +181,7 @@ class RemoteEngine:
             inbox.put([RequestFailed(request_id, self._stopped)])
         _fail(self._engine_calls, EngineDead(self._stopped))
         _fail(self._publisher_calls, EngineDead(self._stopped))
+        self._publisher_changed.set()
 
     # ------------------------------------------------------------------ the two connections
 
@@ -252,13 +257,15 @@ class RemoteEngine:
             await asyncio.wait([hearing])
             self._publisher = None
             link.close()
-            _fail(self._publisher_calls, InterleafError("the publisher has died and is started again; try once more"))
+            died = "the process that reads adapters has died while it was at this, and is started again; try once more"
+            _fail(self._publisher_calls, AdaptersUnavailable(died))
             while self._publisher is None:
                 if self._stopped is not None:
                     return  # there will be no other
                 with suppress(ConnectionError):
                     self._publisher = await AsyncLink.open(str(self._run / PUBLISHER_SOCKET))
             link = self._publisher
+            self._publisher_changed.set()
             self._start(self._reread_names())
 
     async def _hear_publisher(self, link: AsyncLink) -> None:
@@ -287,7 +294,7 @@ class RemoteEngine:
             self._names[change.name] = change.uid
 
     async def _read_names(self) -> None:
-        """Have the table as it is now. Raises: InterleafError: the publisher has died."""
+        """Have the table as it is now. Raises: AdaptersUnavailable."""
         await self._ask_publisher(m.AskNames)
 
     async def _reread_names(self) -> None:
@@ -295,13 +302,29 @@ class RemoteEngine:
             await self._read_names()
 
     async def _ask_publisher(self, message: Callable[[int], m.Message]) -> m.Message:
-        self._require_alive()
-        if self._publisher is None:
-            raise InterleafError("the publisher has died and is started again; try once more")
+        """Ask once, whoever answers then: what a publisher was at when it died may have killed it.
+
+        Raises: what the publisher answers; EngineDead; AdaptersUnavailable: it has died, or is not back in time.
+        """
+        publisher = await self._living_publisher()
         call, future = self._new_call(self._publisher_calls)
-        self._publisher.send(m.encode(message(call)))
+        publisher.send(m.encode(message(call)))
         answer: m.Message = await future
         return answer
+
+    async def _living_publisher(self) -> AsyncLink:
+        """The publisher; if it has died, the one that takes its place."""
+        try:
+            async with asyncio.timeout(_RESTART_S):
+                while True:
+                    self._require_alive()
+                    if self._publisher is not None and self._publisher.is_open:
+                        return self._publisher
+                    self._publisher_changed.clear()
+                    await self._publisher_changed.wait()
+        except TimeoutError:
+            died = f"the process that reads adapters has died and is not back after {_RESTART_S:g} s; try once more"
+            raise AdaptersUnavailable(died) from None
 
     def _new_call(self, calls: dict[int, asyncio.Future[Any]]) -> tuple[int, asyncio.Future[Any]]:
         call, future = next(self._ids), asyncio.get_running_loop().create_future()

@@ -1,11 +1,11 @@
-"""Draws tokens from rows of logits. Knows tensors and numbers only: no seat, no sequence, no state.
+"""Draws tokens from rows of logits on the CPU. Knows tensors and numbers only: no seat, no sequence, no state.
 
 A row's token depends on that row alone, to the bit: probabilities are turned into 40-bit fixed-point weights, whose
 sums are exact in any order, and the uniform comes from a counter, not from a generator. So neighbours in the batch,
 the seat, and a preemption in between change nothing.
 
 Filters work on the *values* of the largest logits, sorted, without their ids: a value sort costs a fraction of an
-index sort, and on the CPU numpy's partition (vectorised quickselect) finds the 1024 largest of 49152 in 0.07 ms a row
+index sort, and numpy's partition (vectorised quickselect) finds the 1024 largest of 49152 in 0.07 ms a row
 where torch.topk takes 1.6 ms. The id is looked up once, for the one value that was drawn.
 """
 
@@ -28,7 +28,7 @@ _CHUNK = 128
 """Weights summed as one block when a row is searched; divides the vocabularies of the common families."""
 
 _SLICE_ELEMS = 2**20
-"""Logits worked on at a time on the CPU. Larger temporaries go back to the system after each step and are faulted in
+"""Logits worked on at a time. Larger temporaries go back to the system after each step and are faulted in
 again: 32 x 49152 in one piece takes 6100 page faults a step and two to four times as long."""
 
 _MASK64 = 2**64 - 1
@@ -73,17 +73,13 @@ def uniforms(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def first_argmax(logits: torch.Tensor) -> torch.Tensor:
     """The lowest id among the largest of each row, [N] int64; of a row with NaN the first NaN.
 
-    On the CPU numpy scans float32 ten times faster than torch does (32 x 49152: 0.11 ms against 1.6).
+    numpy scans float32 ten times faster than torch does (32 x 49152: 0.11 ms against 1.6).
     """
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.float().numpy().argmax(-1))
-    return logits.argmax(-1)
+    return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` largest values of each row, largest first (NaN counts as largest): [N, V] -> [N, count]."""
-    if logits.device.type != "cpu":
-        return logits.topk(count, dim=-1).values
     values, drop = logits.numpy(), logits.shape[1] - count
     tail = np.partition(values, drop, axis=-1)[:, drop:] if drop else values.copy()
     tail.sort(axis=-1)
@@ -120,7 +116,7 @@ class Filters:
 
 def row_slices(first: int, end: int, logits: torch.Tensor) -> Iterator[slice]:
     """Rows [first, end) of `logits`, a share at a time."""
-    size = max(1, _SLICE_ELEMS // logits.shape[1]) if logits.device.type == "cpu" else max(1, end - first)
+    size = max(1, _SLICE_ELEMS // logits.shape[1])
     return (slice(at, min(at + size, end)) for at in range(first, end, size))
 
 
@@ -193,8 +189,7 @@ def _draw_filtered(
     total = torch.zeros_like(filters.top_k)
     if n := filters.num_nucleus:
         total[:n] = _weights(logits[:n], top[:n], temperature[:n]).sum(-1)
-    # A device sorts quickly, and asking it whether a row is settled would make the host wait: there all is sorted.
-    width = min(FILTER_WIDTH, vocab_size) if logits.device.type == "cpu" else vocab_size
+    width = min(FILTER_WIDTH, vocab_size)
 
     def cut(rows: torch.Tensor | slice, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values = largest(logits[rows], width)

@@ -13,13 +13,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from interleaf.core import AdapterUid, Event, RequestFailed, SamplingParams, TokenEvent
-from interleaf.engine.build import EngineParts
 from interleaf.engine.client import EngineClient
 from interleaf.errors import EngineDead
 from interleaf.stats import EngineStats
+
+if TYPE_CHECKING:  # it imports torch, and API processes have none
+    from interleaf.engine.build import EngineParts
 
 T = TypeVar("T")
 

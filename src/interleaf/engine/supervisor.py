@@ -82,8 +82,8 @@ def serve(
     """
     supervisor = Supervisor(model, config, entry, settings, slab_dir)
     try:
-        supervisor.start(prepare, listen, api_workers, progress)
-        on_ready()
+        if supervisor.start(prepare, listen, api_workers, progress):
+            on_ready()
         return supervisor.watch(drain_timeout_s, exit_after_s)
     except _Interrupted as error:
         return 128 + error.number
@@ -121,7 +121,9 @@ class Supervisor:
         except BaseException:
             self.clear_up()
             raise
-        self._boot = Boot(str(self._run), str(self._slabs), model, config, entry, dict(settings))
+        self._boot = Boot(
+            str(self._run), str(self._slabs), model=model, config=config, entry=entry, settings=dict(settings)
+        )
         self._take_signals()
 
     @property
@@ -139,8 +141,12 @@ class Supervisor:
         listen: Callable[[], Sequence[socket.socket]],
         api_workers: int,
         progress: Progress,
-    ) -> None:
-        """Bring everything up, in the order in which one needs another. Raises: what keeps it from starting."""
+    ) -> bool:
+        """Bring everything up, in the order in which one needs another.
+
+        Returns: False if a signal has come while API processes began to answer, which `watch` sees to.
+        Raises: what keeps it from starting.
+        """
         engine, publisher = self._spawn("engine", "engine"), self._spawn("publisher", "publisher")
         engine.wait_until_started(progress)
         publisher.wait_until_started()  # it has waited for the engine
@@ -150,9 +156,13 @@ class Supervisor:
             listener.listen(_BACKLOG)
             listener.setblocking(False)
         workers = [self._spawn(f"api-{number}", "api") for number in range(1, api_workers + 1)]
-        for worker in workers:
-            worker.wait_until_started()
-        self._may_interrupt = False
+        try:
+            for worker in workers:
+                worker.wait_until_started()
+            self._may_interrupt = False
+        except _Interrupted:  # whoever was answered meanwhile may finish
+            return False
+        return True
 
     def watch(self, drain_timeout_s: float, exit_after_s: float | None) -> int:
         """Return the exit code when all is over."""
@@ -218,7 +228,7 @@ class Supervisor:
 
     def _spawn(self, name: str, role: str) -> Child:
         inherited = tuple(listener.fileno() for listener in self._listeners) if role == "api" else ()
-        child = Child(name, role, msgspec.structs.replace(self._boot, listeners=inherited), inherited)
+        child = Child(name, role, msgspec.structs.replace(self._boot, name=name, listeners=inherited), inherited)
         self._children.append(child)
         return child
 

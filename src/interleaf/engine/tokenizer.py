@@ -1,7 +1,7 @@
 """Text to token ids and back, for whole texts and for streams. Knows the model's files, not the model.
 
 Hugging Face's `tokenizers` does the work; transformers' PreTrainedTokenizerFast reads a folder's configuration and
-renders chat templates. Neither imports any modelling code.
+renders chat templates. Neither imports any modelling code, nor torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from interleaf.errors import CheckpointError, ModelRejected, RequestRejected
-from interleaf.weights.checkpoint import resolve_model
-from interleaf.weights.gguf import GgufFile
+from interleaf.weights.gguf_file import GgufFile
+from interleaf.weights.locate import resolve_model
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

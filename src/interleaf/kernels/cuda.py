@@ -14,25 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from interleaf.core import LoraGroup
-from interleaf.kernels.forms import Form
-from interleaf.kernels.records import PoolTiles, rank_class
+from interleaf.kernels.launch_shapes import LaunchShape
+from interleaf.kernels.records import PoolTiles
 from interleaf.kernels.work import GroupRuns
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """What a launch is compiled for.
-
-    Attributes:
-        splits, highest: the most of any record, and the highest rank.
-        plain: whether all records are.
-    """
-
-    form: Form
-    expand: bool
-    splits: int
-    highest: int
-    plain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +56,8 @@ class PagedLaunch:
         }
         if shape.expand:
             self._constants |= {
-                "SPLITS": 1 << (shape.splits - 1).bit_length(),
-                "HIGHEST": rank_class(shape.highest, form.vector),
+                "SPLITS": shape.splits,
+                "HIGHEST": shape.highest,
             }
         if not form.vector:
             self._constants |= {"TOKENS": form.tokens, "STAGES": form.stages, "PLAIN": shape.plain}

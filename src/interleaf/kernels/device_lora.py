@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from interleaf.core import LoraGroup, PooledLayout
-from interleaf.kernels.cuda import LaunchShape, Place, paged_layers
-from interleaf.kernels.forms import choose_forms
+from interleaf.core import STACK_ROWS, LoraGroup, PooledLayout
+from interleaf.kernels.cuda import DeviceTables, PagedLaunch, Place, paged_layers
+from interleaf.kernels.forms import all_pairs, choose_forms
+from interleaf.kernels.launch_shapes import LaunchShape, launch_shapes, widest
 from interleaf.kernels.layouts import Field, Longs, Pair
 from interleaf.kernels.moulds import Mould, Moulds
+from interleaf.kernels.records import RECORD_INTS
 from interleaf.kernels.reference import Scratch
 from interleaf.kernels.residents import Residents, Segment
 from interleaf.kernels.schemes import SchemeTable
@@ -134,6 +136,29 @@ class DeviceLora:
         self._latest[graph] = (segments, step)
         return step
 
+    def warm(self, pool: torch.Tensor) -> int:
+        """Compile, or load from Triton's cache, every launch that steps may need while no other layouts come.
+
+        Runs each once on a record without rows. Args: pool: its dtype is that of all steps.
+        Returns: how many there are; none without an adapter.
+        """
+        if not self._residents.has_layouts:
+            return 0
+        layouts = self._residents.layouts()
+        shapes: set[LaunchShape] = set()
+        for pair in all_pairs(layouts.highest > STACK_ROWS):
+            for of_batch in launch_shapes(layouts.fields(pair), pair):
+                shapes.update(of_batch)
+        zeros = torch.zeros(1, RECORD_INTS, dtype=torch.int32, device=self._device)
+        v = torch.zeros(RECORD_INTS, dtype=torch.float32, device=self._device)
+        tables = DeviceTables(records=zeros, rows=zeros.view(-1), pages=self._residents.pages, v=v)
+        row = torch.zeros(
+            1, layouts.fields(pair)[..., [Field.IN, Field.OUT]].max(), dtype=pool.dtype, device=pool.device
+        )
+        for shape in shapes:
+            PagedLaunch(shape, self._residents.pool, tables, 0, 1).add(row, row, pool, 0)
+        return len(shapes)
+
     def fill(self, tables: StepTables, table: StepTable) -> None:
         """See LoraStep.upload."""
         tables.fill(table, self._staging, self._residents.pieces.data)
@@ -168,14 +193,12 @@ class DeviceLora:
         tables = self._reserve(self._table_ints(rows, places), records, (table.v_stride + 3) * rows)
         ends = mould.records.cumsum().reshape(mould.records.shape)
         starts = ends - mould.records
-        pair = table.schemes[mould.scheme]
         of_place = []
         for p, (in_features, out_features) in enumerate(table.ends.tolist()):
-            launches = []
-            for expand in (False, True):
-                splits, highest, ragged = table.constants[mould.scheme, int(expand), p].tolist()
-                shape = LaunchShape(pair[expand], expand, splits, highest, not ragged)
-                launches.append((shape, int(starts[int(expand), p]), int(mould.records[int(expand), p])))
+            launches = [
+                (shapes[p], int(starts[b, p]), int(mould.records[b, p]))
+                for b, shapes in enumerate(table.shapes[mould.scheme])
+            ]
             of_place.append(Place(launches, in_features, out_features))
         self._num_keys += 1
         return _Cast(self._num_keys, self._work(of_place, tables, 0), tables, starts)
@@ -184,32 +207,29 @@ class DeviceLora:
 
     def _exact(self, members: Members, end: int) -> LoraStep:
         layouts = self._residents.layouts()
-        highest = max(layouts.layouts[i].highest for i in np.unique(members.layouts))
-        pairs = choose_forms(members.counts.tolist(), highest)
+        pairs = choose_forms(members.counts.tolist(), layouts.highest)
         who: dict[Pair, list[int]] = {}
         for i, pair in enumerate(pairs):
             who.setdefault(pair, []).append(i)
         fields = self._fields(members, [(pair, np.array(mine)) for pair, mine in who.items()])
-        forms = []
+        shapes = {pair: launch_shapes(layouts.fields(pair), pair) for pair in who}
         batches = []
+        of_batch = []
         for expand in (False, True):
             for form in dict.fromkeys(pair[expand] for pair in who):
                 mine = np.array([i for i, pair in enumerate(pairs) if pair[expand] is form])
-                forms.append(form)
                 batches.append(RunBatch(expand, form.tokens, mine))
+                of_batch.append([shapes[pair][expand] for pair in who if pair[expand] is form])
         made = make_tasks(members, fields, batches)
         ints = tasks_from(len(members.rows)) + made.tasks.size
         tables = self._reserve(ints, int(made.totals.sum()), made.v_elems)
-        most = fields.max(0)
         of_place = []
-        for p in range(fields.shape[1]):
-            splits, high = int(most[p, Field.SPLITS]), int(most[p, Field.HIGHEST])
-            launches = []
-            for b, (form, batch) in enumerate(zip(forms, batches, strict=True)):
-                ragged = fields[batch.members, p, Field.RAGGED_B if batch.expand else Field.RAGGED_A].any()
-                shape = LaunchShape(form, batch.expand, splits, high, not ragged)
-                launches.append((shape, int(made.starts[b, p]), int(made.totals[b, p])))
-            of_place.append(Place(launches, int(most[p, Field.IN]), int(most[p, Field.OUT])))
+        for p, (in_features, out_features) in enumerate(fields[:, :, [Field.IN, Field.OUT]].max(0).tolist()):
+            launches = [
+                (widest([shapes_of[p] for shapes_of in some]), int(made.starts[b, p]), int(made.totals[b, p]))
+                for b, some in enumerate(of_batch)
+            ]
+            of_place.append(Place(launches, in_features, out_features))
         work = self._work(of_place, tables, end)
         return LoraStep(None, work, self, tables, StepTable(members.rows, made.tasks))
 

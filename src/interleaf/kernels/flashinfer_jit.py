@@ -34,6 +34,7 @@ def computes(dtype: torch.dtype, head_dim: int) -> bool:
     return is_installed() and dtype in HALF_TYPES and head_dim in HEAD_DIMS
 
 
+@cache
 def launches_early(device: torch.device) -> bool:
     """Whether kernels may be launched before the last one has ended (programmatic dependent launch, Hopper and on).
 

@@ -57,6 +57,18 @@ EXPAND_PREFILL = Form(False, 128, 512, 16, warps=8, stages=3)
 EXPAND_PREFILL_HIGH = Form(False, 64, 512, 16, warps=2)
 """HIGH: some rank is above 16."""
 
+
+def all_pairs(high: bool) -> list[tuple[Form, Form]]:
+    """Every pair of shrink and expand that any step may have. Args: high: some rank is above STACK_ROWS."""
+    runs = (EXPAND_RUNS_HIGH if high else EXPAND_RUNS).values()
+    prefill = EXPAND_PREFILL_HIGH if high else EXPAND_PREFILL
+    return [
+        (SHRINK_ONE, EXPAND_ONE),
+        *((shrink, expand) for shrink in (SHRINK_FEW, SHRINK_SOME, SHRINK_LONG) for expand in runs),
+        *((shrink, prefill) for shrink in (SHRINK_FEW, SHRINK_SOME, SHRINK_PREFILL)),
+    ]
+
+
 _LONG_ROWS = 25
 """Rows of an adapter from which on programs of 64 rows win in the shrink."""
 _MANY_ADAPTERS = 64

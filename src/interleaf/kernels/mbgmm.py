@@ -8,7 +8,7 @@ Source: S-LoRA (MLSys 2024) section 5.3; records in records.py; measurements in 
 import triton
 import triton.language as tl
 
-from interleaf.kernels.paging import tile_elements
+from interleaf.kernels.paging import load_piece, read_record, tile_elements
 
 
 @triton.jit(do_not_specialize=["layer_tiles"])
@@ -39,17 +39,8 @@ def shrink(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     record = records + tl.program_id(0) * 8
-    base = tl.load(record)
-    more = tl.load(record + 1)
-    cut = tl.load(record + 2)
-    packed = tl.load(record + 3)
-    first = tl.load(record + 4)
+    base, more, cut, count, height, tiles, first, column, v_stride = read_record(record, TILE)
     v_at = tl.load(record + 5)
-    column = tl.load(record + 6) * TILE
-    v_stride = tl.load(record + 7)
-    count = packed & 0xFF
-    height = (packed >> 8) & 0xFF
-    tiles = packed >> 16
 
     m = tl.arange(0, TOKENS)
     r = tl.arange(0, 16)
@@ -113,17 +104,8 @@ def _expand_piece(
     PDL: tl.constexpr,
 ):
     """DEEP: the rank exceeds HEIGHT; rows of B in turn, pages looked up, for the piece may exceed a lane."""
-    base = tl.load(record)
-    more = tl.load(record + 1)
-    cut = tl.load(record + 2)
-    packed = tl.load(record + 3)
-    first = tl.load(record + 4)
+    base, more, cut, count, splits, tiles, first, column, heights = read_record(record, TILE)
     v_at = tl.load(record + 5)
-    column = tl.load(record + 6) * TILE
-    heights = tl.load(record + 7)
-    count = packed & 0xFF
-    splits = (packed >> 8) & 0xFF
-    tiles = packed >> 16
     rank = heights & 0xFFFF
     stack = heights >> 16
 
@@ -137,8 +119,8 @@ def _expand_piece(
         stack = tl.multiple_of(stack, 4)
     else:
         inside = n // TILE < tiles
-    t = (n // TILE)[None, :] * rank + r[:, None]
     if DEEP:
+        t = (n // TILE)[None, :] * rank + r[:, None]
         token = tl.load(rows + first + m, mask=m < count, other=0)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -155,13 +137,10 @@ def _expand_piece(
                 update = tl.dot(low.to(b.dtype), b, update, input_precision="ieee")
             _add(y_columns, y_stride, token, (at + m < count)[:, None] & inside[None, :], update)
     else:
-        if PLAIN:
-            place = (base.to(tl.int64) + layer_tiles) * TILE
-            b = tl.load(pool + place + r[:, None] * TILE + (n // TILE * (HEIGHT * TILE) + n % TILE)[None, :])
-        else:
-            mask = (r < rank)[:, None] & inside[None, :]
-            place = tile_elements(t, mask, base, more, cut, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP)
-            b = tl.load(pool + place + (n % TILE)[None, :], mask=mask, other=0.0)
+        b = load_piece(
+            pool, pages, base, more, cut, rank, tiles, layer_tiles,
+            HEIGHT, WIDTH, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, PLAIN,
+        )  # fmt: skip
         if TOKENS == STEP:
             token = tl.load(rows + first + m, mask=m < count, other=0)
             if PDL:

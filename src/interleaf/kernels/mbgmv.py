@@ -9,7 +9,7 @@ Source: S-LoRA (MLSys 2024) section 5.3; records in records.py; measurements in 
 import triton
 import triton.language as tl
 
-from interleaf.kernels.paging import tile_elements
+from interleaf.kernels.paging import load_piece, read_record, tile_elements
 
 
 @triton.jit
@@ -31,30 +31,20 @@ def _shrink_piece(
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    base = tl.load(record)
-    more = tl.load(record + 1)
-    cut = tl.load(record + 2)
-    packed = tl.load(record + 3)
-    first = tl.load(record + 4)
+    base, more, cut, count, height, tiles, first, column, _ = read_record(record, TILE)
     v_at = tl.load(record + 5)
-    column = tl.load(record + 6) * TILE
-    count = packed & 0xFF
-    height = (packed >> 8) & 0xFF
-    tiles = packed >> 16
     token = tl.load(rows + first)
 
     r = tl.arange(0, HEIGHT)
     k = tl.arange(0, WIDTH)
     if PLAIN:
         inside = k < WIDTH
-        at = (base.to(tl.int64) + layer_tiles) * TILE
-        a = tl.load(pool + at + r[:, None] * TILE + (k // TILE * (HEIGHT * TILE) + k % TILE)[None, :])
     else:
         inside = k // TILE < tiles
-        t = (k // TILE)[None, :] * height + r[:, None]
-        mask = (r < height)[:, None] & inside[None, :]
-        at = tile_elements(t, mask, base, more, cut, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP)
-        a = tl.load(pool + at + (k % TILE)[None, :], mask=mask, other=0.0)
+    a = load_piece(
+        pool, pages, base, more, cut, height, tiles, layer_tiles,
+        HEIGHT, WIDTH, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, PLAIN,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     x_row = tl.load(x + token.to(tl.int64) * x_stride + column + k, mask=inside & (count > 0), other=0.0)
@@ -144,17 +134,8 @@ def _expand_piece(
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    base = tl.load(record)
-    more = tl.load(record + 1)
-    cut = tl.load(record + 2)
-    packed = tl.load(record + 3)
-    first = tl.load(record + 4)
+    base, more, cut, count, splits, tiles, first, column, heights = read_record(record, TILE)
     v_at = tl.load(record + 5)
-    column = tl.load(record + 6) * TILE
-    heights = tl.load(record + 7)
-    count = packed & 0xFF
-    splits = (packed >> 8) & 0xFF
-    tiles = packed >> 16
     rank = heights & 0xFFFF
     stack = heights >> 16
     token = tl.load(rows + first)
@@ -166,15 +147,13 @@ def _expand_piece(
         high = r < HEIGHT
         v_at = tl.multiple_of(v_at, 4)
         stack = tl.multiple_of(stack, 4)
-        at = (base.to(tl.int64) + layer_tiles) * TILE
-        b = tl.load(pool + at + r[:, None] * TILE + (n // TILE * (HEIGHT * TILE) + n % TILE)[None, :])
     else:
         inside = n // TILE < tiles
         high = r < rank
-        t = (n // TILE)[None, :] * rank + r[:, None]
-        mask = high[:, None] & inside[None, :]
-        at = tile_elements(t, mask, base, more, cut, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP)
-        b = tl.load(pool + at + (n % TILE)[None, :], mask=mask, other=0.0)
+    b = load_piece(
+        pool, pages, base, more, cut, rank, tiles, layer_tiles,
+        HEIGHT, WIDTH, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, PLAIN,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     y_row = y + token.to(tl.int64) * y_stride + column + n
@@ -234,16 +213,8 @@ def _expand_deep(
     PDL: tl.constexpr,
 ):
     """A piece of a B whose rank exceeds HEIGHT: rows of B in turn, pages looked up, for the piece may exceed a lane."""
-    base = tl.load(record)
-    more = tl.load(record + 1)
-    packed = tl.load(record + 3)
-    first = tl.load(record + 4)
+    base, more, _, count, splits, tiles, first, column, heights = read_record(record, TILE)
     v_at = tl.load(record + 5)
-    column = tl.load(record + 6) * TILE
-    heights = tl.load(record + 7)
-    count = packed & 0xFF
-    splits = (packed >> 8) & 0xFF
-    tiles = packed >> 16
     rank = heights & 0xFFFF
     stack = heights >> 16
 

@@ -51,6 +51,11 @@ class Residents:
         return self._lists.data
 
     @property
+    def has_layouts(self) -> bool:
+        """Whether there has been an adapter."""
+        return bool(self._layouts)
+
+    @property
     def pool(self) -> PoolTiles:
         """Known once there has been an adapter."""
         assert self._pool is not None, "no adapter has been added"
@@ -78,7 +83,7 @@ class Residents:
         self._number[uid] = number
         if self._set is not None:
             self._layout_of[number] = self._set.layouts.index(cut)
-        self.last_page = max(self.last_page, *pages)
+        self.last_page = max((self.last_page, *pages))
         first = self._lists.put(pages)
         if first is None:
             self._move_lists()
@@ -150,6 +155,8 @@ class Residents:
         ), int(ends[-1])
 
     def _check(self, layout: PooledLayout, pages: Sequence[int]) -> None:
+        if not layout.layouts:
+            raise ValueError("the adapter targets no module of any layer")
         if len(pages) != layout.pages or len(set(pages)) != len(pages) or min(pages, default=0) < 0:
             raise ValueError(f"pages must be {layout.pages} different page ids, got {list(pages)}")
         if layout in self._layouts:

@@ -51,7 +51,7 @@ def _bin(gap):
 
 @triton.jit(do_not_specialize=["splits", "split_blocks"])
 def best_parts(logits, stride, best, splits, split_blocks, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """best[row, split] = the largest logit of the part and its lowest id, packed so that the largest number is the best."""
+    """best[row, split] = the largest logit of the part and its lowest id, packed so that the best is the largest."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     lane = tl.arange(0, BLOCK)

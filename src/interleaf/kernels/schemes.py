@@ -24,6 +24,7 @@ from interleaf.kernels.forms import (
     SHRINK_SOME,
     Form,
 )
+from interleaf.kernels.launch_shapes import launch_shapes
 from interleaf.kernels.layouts import Field, LayoutSet, Longs, Pair
 
 Floats = npt.NDArray[np.float64]
@@ -40,8 +41,6 @@ _AGAIN = 0.3
 _MANY_ADAPTERS = 64
 """Adapters from which on runs fill the GPU without a finer split of x."""
 _TOKENS = (1, 2, 4, 8, 16, 64)
-_POWERS = 2 ** np.arange(24)
-_RANKS = np.array([0, 8, 16, 32, 64, 128, 256])
 
 
 def schemes_of(bucket: int, high: bool) -> tuple[Pair, ...]:
@@ -78,10 +77,9 @@ class SchemeTable:
 
     Attributes:
         most: records of a run at most, [schemes, shrink and expand, places].
-        constants: what the most demanding layout asks of each launch: splits, rank (as kernels are compiled), and 1 if
-            some piece is not plain, [schemes, shrink and expand, places, 3].
+        shapes: of each scheme, shrink and expand, and place.
         ends: widths of each place's input and output, [places, 2].
-        v_stride: elements of a row of v at most.
+        v_stride: more than the elements of any row of v.
         identity: tables of equal identity can share moulds and launches.
     """
 
@@ -92,14 +90,11 @@ class SchemeTable:
         of_batch = fields.transpose(3, 0, 2, 1)
         self._pieces = np.stack([of_batch[Field.A_NUMBER], of_batch[Field.B_NUMBER]], axis=1)
         self.most: Longs = self._pieces.max(-1)
-        asked = [fields[..., [Field.SPLITS, Field.HIGHEST, ragged]] for ragged in (Field.RAGGED_A, Field.RAGGED_B)]
-        self.constants: Longs = np.stack([a.max(1) for a in asked], axis=1)
-        self.constants[..., 0] = _at_least(self.constants[..., 0], _POWERS)
-        self.constants[..., 1] = _at_least(self.constants[..., 1], _RANKS)
+        self.shapes = [launch_shapes(layouts.fields(pair), pair) for pair in self.schemes]
         self.ends: Longs = fields[0][..., [Field.IN, Field.OUT]].max(0)
-        self.v_stride = int(_at_least(fields[..., Field.V_STRIDE].max(), _POWERS))
-        arrays = (self.constants, self.most, self.ends)
-        self.identity = repr((bucket, layouts.layer_class, self.v_stride, *(a.tobytes() for a in arrays)))
+        self.v_stride = 1 << int(fields[..., Field.V_STRIDE].max()).bit_length()
+        arrays = (a.tobytes() for a in (self.most, self.ends))
+        self.identity = repr((bucket, layouts.layer_class, self.v_stride, self.shapes, *arrays))
 
         self._tokens = np.array([[_TOKENS.index(form.tokens) for form in pair] for pair in self.schemes])
         vector = np.array([pair[0].vector for pair in self.schemes])
@@ -137,8 +132,3 @@ class SchemeTable:
 def _program(form: Form) -> float:
     """Wider products take longer; so much that a form with room to spare loses to one that just fits."""
     return _PROGRAM_VECTOR if form.vector else _PROGRAM_DOT * (1 + form.tokens / 64)
-
-
-def _at_least(values: Longs, steps: Longs) -> Longs:
-    """The lowest step that is not below, or the last."""
-    return np.asarray(steps[np.minimum(np.searchsorted(steps, values), len(steps) - 1)])

@@ -1,4 +1,4 @@
-"""Launches the sampling kernels. Knows rows, seats' state as a tensor, and scratch; no sequence and no parameter by name.
+"""Launches the sampling kernels. Knows rows, scratch, and the seats' state as a tensor; no sequence.
 
 Everything that a launch needs lies in tensors made once, so that a CUDA graph can hold it; nothing is asked of the
 device.

@@ -5,8 +5,10 @@ per layer:  h += o(attention(qkv(norm(h))))            each product once for the
             h += down(swiglu(gate_up(norm(h))))        adapters; after it the adapters of those rows that have one
 logits = head(norm(h)) for the rows that are sampled
 
-An addition to h and the norm that follows it are one op, across the border of two layers: on a GPU each kernel saved is
-saved in every layer of every step. What a layer launches is listed in docs/benchmarks/h200/step.md.
+An addition to h and the norm behind it are one op, across the border of two layers. On a GPU in 16 bits a layer is nine
+kernels: add and norm, qkv, rotary with KV write, attention (where few long sequences are split, another merges their
+parts), o, add and norm, gate_up, swiglu, down; norms of q and k would be a tenth. LoRA comes on top, and once per step
+embedding, angles, page lists, the first norm and the head.
 """
 
 from __future__ import annotations
@@ -124,7 +126,10 @@ class Transformer:
             for i in range(spec.num_layers)
         ]
         norm = row_ops.norm(reader.norm("model.norm.weight"), eps)
-        return cls(shard, embed, layers, norm, Linear(reader.head(embed)), dtype, device, row_ops)
+        head = Linear(reader.head(embed))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # whatever stream computes finds them there
+        return cls(shard, embed, layers, norm, head, dtype, device, row_ops)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:

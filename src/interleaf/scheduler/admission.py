@@ -2,72 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from interleaf.core import AdapterUid
 from interleaf.memory.geometry import PageGeometry
 from interleaf.scheduler.sequence import Sequence
 
+Ints = NDArray[np.int64]
+
 
 class Admission(Protocol):
-    """Says what must fit before a sequence takes a seat."""
+    """Foresees the pages of those that run. The pages that a sequence shares, `Sequence.prefix`, are not its own."""
 
-    def peak_pages(self, seated: Iterable[Sequence], candidate: Sequence | None, geometry: PageGeometry) -> int:
-        """Most pages that these sequences will hold at any one time, beside those of the prefix cache.
+    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
+        """Most pages that the running sequences will hold at any one time from `step` on, if `candidate` joins them."""
 
-        Args:
-            candidate: the one that would start; None: those seated alone.
-        """
+    def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
+        """A sequence has taken a seat."""
+
+    def left(self, seq: Sequence) -> None:
+        """A sequence has given its seat back."""
 
     def ended(self, seq: Sequence) -> None:
         """A sequence has come to its own end; its length is known."""
 
 
 class Optimistic:
-    """Start as soon as the known tokens and the next one fit; preemption covers what was misjudged."""
+    """Whoever finds pages for the tokens that are known may start; preemption covers what was misjudged."""
 
-    def peak_pages(self, seated: Iterable[Sequence], candidate: Sequence | None, geometry: PageGeometry) -> int:
+    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
         return 0
+
+    def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
+        pass
+
+    def left(self, seq: Sequence) -> None:
+        pass
 
     def ended(self, seq: Sequence) -> None:
         pass
 
 
 class Conservative:
-    """Start only if prompt + max_tokens of everybody fits: nobody is ever preempted."""
+    """Everybody is given room for prompt + max_tokens: nobody is ever preempted."""
 
-    def peak_pages(self, seated: Iterable[Sequence], candidate: Sequence | None, geometry: PageGeometry) -> int:
-        pages = sum(geometry.pages_for_tokens(seq.max_tokens) - len(seq.prefix) for seq in seated)
-        return pages + (0 if candidate is None else geometry.pages_for_tokens(candidate.max_tokens))
+    def __init__(self) -> None:
+        self._reserved: dict[Sequence, int] = {}
+        self._num_reserved = 0
+
+    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
+        return self._num_reserved + (0 if candidate is None else self._most(candidate, geometry))
+
+    def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
+        self._reserved[seq] = self._most(seq, geometry)
+        self._num_reserved += self._reserved[seq]
+
+    def left(self, seq: Sequence) -> None:
+        self._num_reserved -= self._reserved.pop(seq)
 
     def ended(self, seq: Sequence) -> None:
         pass
 
-
-@dataclass(slots=True)
-class _Lengths:
-    """Running mean and mean deviation of output lengths. Old ones count less and less (RFC 6298's estimator)."""
-
-    mean: float
-    deviation: float
-    count: int = 0
-
-    def add(self, length: int, memory: int) -> None:
-        self.count += 1
-        weight = 1.0 / min(self.count, memory)
-        self.deviation += weight * (abs(length - self.mean) - self.deviation)
-        self.mean += weight * (length - self.mean)
+    @staticmethod
+    def _most(seq: Sequence, geometry: PageGeometry) -> int:
+        return geometry.pages_for_tokens(seq.max_tokens) - len(seq.prefix)
 
 
-class Estimated:
-    """Start if the estimated peak fits; preemption covers what was misjudged.
+class OutputLengths:
+    """Running mean and mean deviation of output lengths, over all sequences and per adapter.
 
-    A sequence is expected to end at the mean output length of its adapter and one deviation; one that has passed that,
-    a deviation later. What is known of an adapter is mixed with what is known of all, by the number of its ends. Pages
-    peak just before some sequence ends: all that outlast it have grown by its remaining tokens (the estimate of
-    Past-Future scheduling, ASPLOS 2025).
+    Old ones count less and less, as in RFC 6298's estimator of round trips. What is known of an adapter is mixed with
+    what is known of all, by the number of its ends.
 
     Args:
         prior: output tokens expected before any sequence has ended.
@@ -78,42 +87,115 @@ class Estimated:
     _PRIOR_WEIGHT = 4
     """Ends of an adapter that weigh as much as all that is known of the others."""
 
-    def __init__(self, prior: int = 256) -> None:
-        self._overall = _Lengths(float(prior), prior / 2)
-        self._adapters: dict[AdapterUid | None, _Lengths] = {}
+    def __init__(self, prior: int) -> None:
+        self._overall = _Running(float(prior), prior / 2)
+        self._adapters: dict[AdapterUid | None, _Running] = {}
 
-    def expected_outputs(self, seq: Sequence) -> int:
-        """Output tokens that a sequence will have had when it ends."""
-        most = seq.max_tokens - seq.prompt_tokens
-        overall = self._overall
-        mean, deviation = overall.mean, overall.deviation
-        own = self._adapters.get(seq.adapter)
+    def add(self, adapter: AdapterUid | None, num_outputs: int) -> None:
+        """A sequence has ended after so many output tokens."""
+        self._overall.add(num_outputs, self._OVERALL_MEMORY)
+        own = self._adapters.get(adapter)
+        if own is None:
+            own = self._adapters[adapter] = _Running(self._overall.mean, self._overall.deviation)
+        own.add(num_outputs, self._ADAPTER_MEMORY)
+
+    def expected(self, adapter: AdapterUid | None, num_outputs: int) -> int:
+        """Output tokens that a sequence will end with which has had so many: more than those.
+
+        The mean and one deviation; once that is passed, a deviation more.
+        """
+        mean, deviation = self._overall.mean, self._overall.deviation
+        own = self._adapters.get(adapter)
         if own is not None:
             count = min(own.count, self._ADAPTER_MEMORY)
             share = count / (count + self._PRIOR_WEIGHT)
             mean += share * (own.mean - mean)
             deviation += share * (own.deviation - deviation)
         expected = int(mean + deviation) + 1
-        if expected <= seq.num_outputs:
-            expected = seq.num_outputs + int(deviation) + 1
-        return min(expected, most)
+        return expected if expected > num_outputs else num_outputs + int(deviation) + 1
 
-    def peak_pages(self, seated: Iterable[Sequence], candidate: Sequence | None, geometry: PageGeometry) -> int:
-        page_tokens = geometry.page_tokens
-        rows = []
-        for seq in seated if candidate is None else (*seated, candidate):
-            remaining = self.expected_outputs(seq) - seq.num_outputs
-            rows.append((remaining, len(seq.token_ids) - len(seq.prefix) * page_tokens))
-        rows.sort(reverse=True)
-        peak = held = 0
-        for count, (remaining, tokens) in enumerate(rows, start=1):
-            held += tokens
-            peak = max(peak, held + count * remaining + count * page_tokens // 2)  # half a page each is rounding
-        return -(-peak // page_tokens)
+
+@dataclass(slots=True)
+class _Running:
+    mean: float
+    deviation: float
+    count: int = 0
+
+    def add(self, value: int, memory: int) -> None:
+        self.count += 1
+        weight = 1.0 / min(self.count, memory)
+        self.deviation += weight * (abs(value - self.mean) - self.deviation)
+        self.mean += weight * (value - self.mean)
+
+
+class Estimated:
+    """Room for the expected peak; preemption covers what was misjudged.
+
+    Every sequence that runs grows by a token a step. One that is expected to end in step e, and holds t tokens of its
+    own in step s, holds t - s + x in any step x up to e. Need peaks just before some sequence ends, so
+
+        peak = max over k of   sum over all j with e_j >= e_k of (t_j - s_j + e_k)
+
+    where t_j - s_j never changes: two sorted arrays that change when somebody comes or goes hold all there is to know.
+
+    Source: the future-memory estimate of Past-Future scheduling (ASPLOS 2025), kept incrementally.
+
+    Args:
+        prior: output tokens expected before any sequence has ended.
+    """
+
+    def __init__(self, prior: int = 256) -> None:
+        self._lengths = OutputLengths(prior)
+        self._rows: dict[Sequence, tuple[int, int]] = {}
+        self._ends: Ints = np.zeros(0, dtype=np.int64)  # e, ascending
+        self._bases: Ints = np.zeros(0, dtype=np.int64)  # t - s, in the same order
+
+    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
+        self._renew(step)
+        ends, bases = self._ends, self._bases
+        if candidate is not None:
+            end, base = self._row(candidate, step, geometry)
+            at = int(ends.searchsorted(end))
+            ends, bases = np.insert(ends, at, end), np.insert(bases, at, base)
+        if not len(ends):
+            return 0
+        counts = np.arange(len(ends), 0, -1)
+        held = bases[::-1].cumsum()[::-1] + counts * ends
+        # The last page of each is half empty, on average.
+        peak = int((held + counts * (geometry.page_tokens // 2)).max())
+        return geometry.pages_for_tokens(peak)
+
+    def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
+        self._insert(seq, *self._row(seq, step, geometry))
+
+    def left(self, seq: Sequence) -> None:
+        end, base = self._rows.pop(seq)
+        at = int(self._ends.searchsorted(end))
+        while self._bases[at] != base:  # rows that are equal are as good as each other
+            at += 1
+        self._ends, self._bases = np.delete(self._ends, at), np.delete(self._bases, at)
 
     def ended(self, seq: Sequence) -> None:
-        self._overall.add(seq.num_outputs, self._OVERALL_MEMORY)
-        own = self._adapters.get(seq.adapter)
-        if own is None:
-            own = self._adapters[seq.adapter] = _Lengths(self._overall.mean, self._overall.deviation)
-        own.add(seq.num_outputs, self._ADAPTER_MEMORY)
+        self._lengths.add(seq.adapter, seq.num_outputs)
+
+    def _row(self, seq: Sequence, step: int, geometry: PageGeometry) -> tuple[int, int]:
+        """(e, t - s) of a sequence, by what is known in a step."""
+        expected = self._lengths.expected(seq.adapter, seq.num_outputs)
+        remaining = min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs
+        return step + remaining, len(seq.token_ids) - len(seq.prefix) * geometry.page_tokens - step
+
+    def _insert(self, seq: Sequence, end: int, base: int) -> None:
+        self._rows[seq] = end, base
+        at = int(self._ends.searchsorted(end))
+        self._ends, self._bases = np.insert(self._ends, at, end), np.insert(self._bases, at, base)
+
+    def _renew(self, step: int) -> None:
+        """Think again of those that should have ended and still run."""
+        if not len(self._ends) or self._ends[0] > step:
+            return
+        for seq, (end, base) in list(self._rows.items()):
+            if end <= step:
+                self.left(seq)
+                expected = self._lengths.expected(seq.adapter, seq.num_outputs)
+                remaining = max(1, min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs)
+                self._insert(seq, step + remaining, base)

@@ -130,8 +130,10 @@ class Scheduler:
         self._events: list[Event] = []
         self._num_arrived = 0
         self._num_steps = 0
-        # Why nobody else was started by the last plan, and who was passed over by it for a reason of his own.
+        # Of the last plan: why nobody else was started, why no other adapter was sent for, and how many were passed
+        # over for reasons of their own.
         self._closed_by: WaitReason | None = None
+        self._unsent_by = WaitReason.QUEUED
         self._passed_over: Counter[WaitReason] = Counter()
         self._refused: tuple[Sequence, int, int] | None = None
         self.num_preemptions = 0
@@ -334,6 +336,11 @@ class Scheduler:
                 self._passed_over[wait] += 1
             seats -= 1
         self._closed_by = closed
+        if closed is WaitReason.PAGES:
+            self._unsent_by = closed
+        else:
+            is_full = self._loads.num_under_way >= limits.max_loads
+            self._unsent_by = WaitReason.LOAD_LIMIT if is_full else WaitReason.SEATS
         self._waiting.end_pass()
 
     @property
@@ -404,6 +411,7 @@ class Scheduler:
             seq.prefix += self._prefixes.claim(seq.root, seq.prefix, seq.token_ids, seq.pages, seq.owner)
             self._prefixes.counts.hit_tokens += num_cached
             self._prefixes.counts.computed_tokens += num_tokens - num_cached
+        self._admission.started(seq, self._num_steps, self._geometry)
         start = SeatStart(
             seat=seq.seat,
             adapter=seq.adapter,
@@ -427,7 +435,7 @@ class Scheduler:
         if self._refused == (seq, self._seats.num_left, room):
             return False
         is_alone = not len(self._seats) and not self._loads.num_copies
-        if is_alone or self._admission.peak_pages(self._seats, seq, self._geometry) <= room:
+        if is_alone or self._admission.peak_pages(seq, self._num_steps, self._geometry) <= room:
             return True
         self._refused = (seq, self._seats.num_left, room)
         return False
@@ -436,7 +444,7 @@ class Scheduler:
         """Whether the running sequences are expected to do without so many pages till they end."""
         return (
             not len(self._seats)
-            or self._admission.peak_pages(self._seats, None, self._geometry) <= self._num_spare_pages - num_pages
+            or self._admission.peak_pages(None, self._num_steps, self._geometry) <= self._num_spare_pages - num_pages
         )
 
     @property
@@ -503,6 +511,7 @@ class Scheduler:
         if seq.state is SequenceState.DECODE:
             self._growth.strike(seq.grow_step, seq)
             self._last_rows.strike(seq.last_step, seq)
+        self._admission.left(seq)
         own = seq.pages
         if self._prefixes is not None:
             num_computed = seq.num_computed(self._num_steps)
@@ -564,7 +573,7 @@ class Scheduler:
             if standing is Standing.READY:
                 reasons[self._closed_by or WaitReason.QUEUED] += count - self._passed_over.total()
             elif standing is Standing.COLD:
-                reasons[self._closed_by or WaitReason.LOAD_LIMIT] += count
+                reasons[self._unsent_by] += count
             else:
                 reasons[_REASONS[standing]] += count
         return +reasons

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,13 +23,23 @@ from interleaf.server.metrics import Metrics
 from interleaf.server.observed import ObservedEngine
 from interleaf.server.operation import operation
 from interleaf.server.protocol import uvicorn_config
+from interleaf.server.totals import Totals
 
 
-def http_server(engine: AsyncEngine, tokenizer: Tokenizer | None, config: ServerConfig) -> uvicorn.Server:
-    """A server that has everything but its sockets. Raises: ConfigError: an adapter root is no folder."""
+def http_server(
+    engine: AsyncEngine, tokenizer: Tokenizer | None, config: ServerConfig, counts: Path | None = None
+) -> uvicorn.Server:
+    """A server that has everything but its sockets.
+
+    Args:
+        counts: the file of this process's counts, beside those of the other API processes; None: there are no others.
+
+    Raises: ConfigError: an adapter root is no folder.
+    """
     metrics = Metrics(config.name, config.metrics_adapters)
-    app = create_app(ObservedEngine(engine, metrics), tokenizer, config, [operation(config, metrics)])
-    return _Server(uvicorn_config(app, config))
+    totals = Totals(metrics, config.name, config.metrics_adapters, counts)
+    app = create_app(ObservedEngine(engine, metrics), tokenizer, config, [operation(config, metrics, totals)])
+    return _Server(uvicorn_config(app, config), totals)
 
 
 async def run_server(server: uvicorn.Server, listeners: Sequence[socket.socket], on_ready: Callable[[], None]) -> None:
@@ -42,29 +53,50 @@ async def run_server(server: uvicorn.Server, listeners: Sequence[socket.socket],
 
 
 def work(
-    settings: dict[str, Any], connect: Connect, listeners: Sequence[socket.socket], on_ready: Callable[[], None]
+    settings: dict[str, Any],
+    connect: Connect,
+    listeners: Sequence[socket.socket],
+    on_ready: Callable[[], None],
+    counts: Path,
 ) -> None:
     """What an API process does (`engine.worker.Entry`). `settings` are ServerConfig's fields as plain values."""
     config = ServerConfig(**settings | {"adapters": dict(settings["adapters"])})
     configure_logging(config.log_format, config.log_level)
-    asyncio.run(_work(config, connect, listeners, on_ready))
+    asyncio.run(_work(config, connect, listeners, on_ready, counts))
 
 
 async def _work(
-    config: ServerConfig, connect: Connect, listeners: Sequence[socket.socket], on_ready: Callable[[], None]
+    config: ServerConfig,
+    connect: Connect,
+    listeners: Sequence[socket.socket],
+    on_ready: Callable[[], None],
+    counts: Path,
 ) -> None:
     engine = await connect()
     try:
         tokenizer = load_tokenizer(config.tokenizer or config.model)
-        await run_server(http_server(engine, tokenizer, config), listeners, on_ready)
+        await run_server(http_server(engine, tokenizer, config, counts), listeners, on_ready)
     finally:
         await engine.close()
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server. SIGTERM and SIGINT let it finish what it has begun, a second one ends it; the process then ends
-    as any other does, where uvicorn would have the signal kill it.
+    as any other does, where uvicorn would have the signal kill it. Counts are written while it serves.
     """
+
+    def __init__(self, config: uvicorn.Config, totals: Totals) -> None:
+        super().__init__(config)
+        self._totals = totals
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        writing = asyncio.create_task(self._totals.keep_written())
+        try:
+            await super().serve(sockets)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

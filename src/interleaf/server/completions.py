@@ -47,7 +47,8 @@ async def create_completion(request: Request) -> Response:
         serving.texts,
         request_id=request_id(request),
         name=name,
-        return_token_ids=bool(body.return_token_ids),
+        # Without a tokenizer the ids are all that there is to say.
+        return_token_ids=serving.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
         include_usage=include_usage,
     )
     if body.echo:

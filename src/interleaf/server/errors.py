@@ -18,6 +18,7 @@ from interleaf.errors import (
     AdapterNameTaken,
     AdapterNotFound,
     AdapterRejected,
+    AdaptersUnavailable,
     EngineDead,
     InterleafError,
     InvalidSamplingParams,
@@ -105,6 +106,8 @@ def as_api_error(error: Exception) -> ApiError:
             return bad_request(str(error), "lora_path", "adapter_rejected")
         case EngineDead():
             return engine_failed(str(error), alive=False)
+        case AdaptersUnavailable():
+            return ApiError(503, str(error), code="adapters_unavailable", headers={"Retry-After": "1"})
         case AdapterError():
             return ApiError(500, str(error), code="adapter_failed")
         case HTTPException():

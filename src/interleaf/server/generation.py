@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -71,8 +71,8 @@ class Generation:
     def num_output_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
 
-    async def follow(self) -> AsyncIterator[list[Completion]]:
-        """The completions that have grown, each time that the engine says something.
+    async def follow(self) -> AsyncGenerator[list[Completion], None]:
+        """The completions that have grown, each time that the engine says something. Closing it ends the request.
 
         Raises: RequestRejected, AdapterNotFound, EngineDead; ApiError: the request has failed.
         """

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -39,6 +40,15 @@ class Histogram:
         """Count a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+
+    def counts(self) -> tuple[list[int], float]:
+        """Observations by bound, and the sum of their values."""
+        return list(self._counts), self._sum
+
+    def add(self, counts: tuple[list[int], float]) -> None:
+        """Add what another one with the same bounds has observed."""
+        self._counts = [mine + other for mine, other in zip(self._counts, counts[0], strict=True)]
+        self._sum += counts[1]
 
     def family(self, name: str, text: str, model: str) -> HistogramMetricFamily:
         """As Prometheus wants it: cumulative counts."""
@@ -86,6 +96,14 @@ class AdapterLabels:
         counts = self._labelled.get(adapter) or self._promote(adapter) or self.other
         counts.add(1, prompt_tokens, generation_tokens)
 
+    def add_counts(self, label: str, counts: AdapterCounts) -> None:
+        """Add what another process has counted under a label, `other` among them."""
+        target = self._labelled.get(label)
+        if target is None and label != OTHER and len(self._labelled) < self.capacity:
+            target = self._labelled[label] = AdapterCounts()
+        (target or self.other).add(counts.requests, counts.prompt_tokens, counts.generation_tokens)
+        self._totals[label] += counts.requests
+
     def items(self) -> Iterator[tuple[str, AdapterCounts]]:
         """(label, counts), `other` last and only if it has any."""
         yield from self._labelled.items()
@@ -105,8 +123,22 @@ class AdapterLabels:
         return counts
 
 
+class Counts(msgspec.Struct):
+    """Everything in a Metrics, to be kept and added up. Fields are named as there; adapters are by label."""
+
+    finished: dict[str, int]
+    refused: int
+    responses: dict[str, int]
+    prompt_tokens: int
+    generation_tokens: int
+    first_token_s: tuple[list[int], float]
+    between_tokens_s: tuple[list[int], float]
+    whole_request_s: tuple[list[int], float]
+    adapters: dict[str, AdapterCounts]
+
+
 class Metrics:
-    """Everything one server process has counted since it started.
+    """Everything one server process has counted since it started; or, added up, what several have.
 
     Args:
         model: the base model's name, the label `model_name` of everything.
@@ -124,6 +156,33 @@ class Metrics:
         self.first_token_s = Histogram(_FIRST_TOKEN_S)
         self.between_tokens_s = Histogram(_BETWEEN_TOKENS_S)
         self.whole_request_s = Histogram(_WHOLE_REQUEST_S)
+
+    def counts(self) -> Counts:
+        """All of it at this moment."""
+        return Counts(
+            dict(self.finished),
+            self.refused,
+            dict(self.responses),
+            self.prompt_tokens,
+            self.generation_tokens,
+            self.first_token_s.counts(),
+            self.between_tokens_s.counts(),
+            self.whole_request_s.counts(),
+            dict(self.adapters.items()),
+        )
+
+    def add(self, counts: Counts) -> None:
+        """Add what another process has counted, or one before this."""
+        self.finished.update(counts.finished)
+        self.refused += counts.refused
+        self.responses.update(counts.responses)
+        self.prompt_tokens += counts.prompt_tokens
+        self.generation_tokens += counts.generation_tokens
+        self.first_token_s.add(counts.first_token_s)
+        self.between_tokens_s.add(counts.between_tokens_s)
+        self.whole_request_s.add(counts.whole_request_s)
+        for label, adapter in counts.adapters.items():
+            self.adapters.add_counts(label, adapter)
 
     def exposition(self, stats: EngineStats | None) -> bytes:
         """The page that Prometheus reads. `stats` is None when the engine has stopped."""

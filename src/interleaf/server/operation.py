@@ -21,17 +21,19 @@ from interleaf.server.limits import LimitBody
 from interleaf.server.logs import AccessLog
 from interleaf.server.metrics import CONTENT_TYPE, Metrics
 from interleaf.server.roots import AdapterRoots
+from interleaf.server.totals import Totals
 
 if TYPE_CHECKING:
     from interleaf.server.app import Extension
     from interleaf.server.state import Serving
 
 
-def operation(config: ServerConfig, metrics: Metrics) -> Extension:
+def operation(config: ServerConfig, metrics: Metrics, totals: Totals) -> Extension:
     """The extension of `create_app` that makes a server fit to be run.
 
     Args:
         metrics: what the application's engine is observed into (`ObservedEngine`).
+        totals: what /metrics tells.
 
     Raises: ConfigError: an adapter root is no folder.
     """
@@ -57,7 +59,7 @@ def operation(config: ServerConfig, metrics: Metrics) -> Extension:
                 stats = await serving.engine.stats()
             except EngineDead:
                 stats = None
-            return Response(metrics.exposition(stats), media_type=CONTENT_TYPE)
+            return Response(totals.sum().exposition(stats), media_type=CONTENT_TYPE)
 
         app.add_middleware(LimitBody, max_bytes=config.max_body, timeout_s=config.body_timeout)
         app.add_middleware(RequireKey, keys=keys, open_paths=open_paths)

@@ -118,6 +118,17 @@ OPTIONS: tuple[Option, ...] = (
         ),
         ("max_graphs", Kind.WHOLE, "Captured decode steps that a GPU keeps; 0 captures none."),
         ("overlap", Kind.SWITCH, "Plan the next step while this one runs."),
+        (
+            "admission",
+            Kind.TEXT,
+            "What must fit before a request starts: optimistic (what is known), estimated (the expected peak), or "
+            "conservative (all it may need: nothing is ever computed twice).",
+        ),
+        ("eviction", Kind.TEXT, "Which idle adapter or prefix leaves first: cost (the one worth least), or lru."),
+        ("prefix_cache", Kind.SWITCH, "Requests of one adapter that begin alike share what they have in common."),
+        ("max_loads", Kind.WHOLE, "Adapters on their way to the pool at most."),
+        ("prefetch_loads", Kind.WHOLE, "Of those, how many may be for requests that cannot start yet; 0: none."),
+        ("load_timeout", Kind.SECONDS, "An adapter that takes longer to come fails the requests that wait for it."),
         ("seed", Kind.WHOLE, "Makes draws of requests without a seed repeatable, and dummy weights."),
     ),
     *_group(

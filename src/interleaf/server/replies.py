@@ -92,8 +92,9 @@ class Reply(ABC):
         return {**self._identity, "object": self.whole_object, "choices": choices, "usage": usage(generations)}
 
     def _is_silent(self, completion: Completion, delta: CompletionDelta) -> bool:
-        """Whether a chunk would hold nothing."""
-        return not (delta.text or self._is_detailed or completion.finish_reason is not None)
+        """Whether a chunk would hold nothing. Without a tokenizer every token has one, as a sign of life."""
+        said = delta.text or self._is_detailed or completion.finish_reason is not None
+        return not said and self._texts.has_tokenizer
 
     @property
     def _is_detailed(self) -> bool:

@@ -6,6 +6,7 @@ Status and headers wait for the engine's first words: a request that it refuses 
 from __future__ import annotations
 
 import logging
+from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -78,16 +79,18 @@ class EventStream(Response):
         """One prompt's chunks, all that is there in one write."""
         reply = self._reply
         unopened = {completion.index for completion in generation.completions}
-        async for grown in generation.follow():
-            parts = []
-            for completion in grown:
-                index = reply.indexed(position, completion)
-                if completion.index in unopened:
-                    unopened.discard(completion.index)
-                    parts.append(reply.opening(index, generation))
-                parts.append(reply.chunk(index, completion, completion.take()))
-            if body := b"".join(parts):
-                await self._send(send, body, more=True)
+        # A client may go while a chunk is on its way to it: the request ends then, not at some collection.
+        async with aclosing(generation.follow()) as following:
+            async for grown in following:
+                parts = []
+                for completion in grown:
+                    index = reply.indexed(position, completion)
+                    if completion.index in unopened:
+                        unopened.discard(completion.index)
+                        parts.append(reply.opening(index, generation))
+                    parts.append(reply.chunk(index, completion, completion.take()))
+                if body := b"".join(parts):
+                    await self._send(send, body, more=True)
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         if not self._has_started:

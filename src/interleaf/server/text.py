@@ -24,10 +24,14 @@ class TokenTexts:
 
     A token that is no text by itself (part of a character, no tokenizer) is written "token_id:17", so that different
     tokens stay different in an answer whose keys they are.
+
+    Attributes:
+        has_tokenizer: without one no text is ever made.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self.has_tokenizer = tokenizer is not None
         self._known: dict[int, str] = {}
         self._before: list[int] = []
         if tokenizer is not None:

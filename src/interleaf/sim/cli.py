@@ -94,6 +94,17 @@ def run(
     refill_seats: Annotated[
         int | None, typer.Option(help="Seats that are refilled together; a sixteenth of all.", rich_help_panel=_ENGINE)
     ] = None,
+    admission: Annotated[
+        str, typer.Option(help="optimistic, estimated or conservative.", rich_help_panel=_ENGINE)
+    ] = "estimated",
+    eviction: Annotated[str, typer.Option(help="cost or lru.", rich_help_panel=_ENGINE)] = "cost",
+    prefetch_loads: Annotated[
+        int, typer.Option(help="Adapters on their way at most for requests without a seat.", rich_help_panel=_ENGINE)
+    ] = 8,
+    max_loads: Annotated[int, typer.Option(help="Adapters on their way at most.", rich_help_panel=_ENGINE)] = 32,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Sequences that begin alike share pages.", rich_help_panel=_ENGINE)
+    ] = False,
     overlap: Annotated[bool, typer.Option(help="Plan the next step while one runs.", rich_help_panel=_ENGINE)] = True,
     record: Annotated[Path | None, typer.Option(help="Write every step's work and time, as `fit` reads it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
@@ -122,6 +133,11 @@ def run(
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             refill_seats=refill_seats,
+            admission=admission,
+            eviction=eviction,
+            prefetch_loads=prefetch_loads,
+            max_loads=max_loads,
+            prefix_cache=prefix_cache,
             overlap=overlap,
             host_memory_bytes=None if host_memory is None else parse_bytes("host_memory", host_memory),
             disk_bytes_s=parse_bytes("disk_rate", disk_rate),

@@ -133,13 +133,13 @@ def _arrivals(text: str, count: int, rng: np.random.Generator) -> Floats:
     raise ConfigError(f"arrivals must be once, poisson:RATE or bursts:RATE, got {text!r}")
 
 
-BURST_FACTOR, BURST_SHARE, BURST_S = 3.0, 0.2, 5.0
+BURST_FACTOR, BURST_SHARE, BURST_S = 3.0, 0.2, 1.0
 
 
 def _bursts(expected: Floats, rate: float, rng: np.random.Generator) -> Floats:
     """A Poisson process of two phases in turn (MMPP-2): 3 times the mean rate for a fifth of the time, half of it else.
 
-    Phases last 5 s and 20 s in the mean, exponentially distributed.
+    Phases last 1 s and 4 s in the mean, exponentially distributed.
     """
     calm_factor = (1 - BURST_FACTOR * BURST_SHARE) / (1 - BURST_SHARE)
     calm_s = BURST_S * (1 - BURST_SHARE) / BURST_SHARE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -48,10 +47,11 @@ class Settings:
         max_num_seqs, max_batch_tokens: seats, and rows of a step at most.
         refill_seats: seats that must be free before prompts are computed beside decoding; None: a sixteenth of all.
         overlap: plan step k+1 while step k runs.
-        eviction: which idle adapter leaves first: the least recently used, or the one that is worth least.
+        eviction: which idle adapter leaves first: the least recently used ("lru"), or what is worth least ("cost").
         prefetch_loads: adapters on their way at most for sequences that have no seat to take yet; 0: no look-ahead.
         max_loads: adapters on their way at most.
-        admission: what must fit before a sequence starts: known tokens, the estimated peak, or all it may ever need.
+        admission: what must fit before a sequence starts: its known tokens ("optimistic"), the estimated peak
+            ("estimated"), or all that it may ever need ("conservative").
         prefix_cache: whether sequences that begin alike share pages.
         host_memory_bytes: budget of host memory for adapters; None: all are in it from the start.
         disk_bytes_s: rate at which those beyond it are read.
@@ -64,10 +64,10 @@ class Settings:
     overlap: bool = True
     host_memory_bytes: float | None = None
     disk_bytes_s: float = 2e9
-    eviction: Literal["lru", "cost"] = "cost"
+    eviction: str = "cost"
     prefetch_loads: int = 8
     max_loads: int = 32
-    admission: Literal["optimistic", "estimated", "conservative"] = "estimated"
+    admission: str = "estimated"
     prefix_cache: bool = False
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ def build_world(
         num_seats=settings.max_num_seqs,
         record=record,
     )
-    engine = Engine(scheduler, runner, lookahead=1 if settings.overlap else 0)
+    engine = Engine(scheduler, runner, lookahead=1 if settings.overlap else 0, now=clock)
     return World(clock, link, host, runner, allocator, residency, scheduler, engine, uids)
 
 

@@ -1,6 +1,6 @@
-"""One GGUF file of a Llama model: metadata and tensors under Hugging Face's names. Knows nothing of tokenizers.
+"""A Llama model's GGUF file as a checkpoint: its tensors under Hugging Face's names. Knows nothing of tokenizers.
 
-The `gguf` library parses and dequantises. What is undone here is llama.cpp's own: its tensor names, and the order of
+The `gguf` library dequantises. What is undone here is llama.cpp's own: its tensor names, and the order of
 q and k rows (it rotates neighbouring pairs, Hugging Face rotates halves of a head).
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from interleaf.errors import CheckpointError, ModelRejected
+from interleaf.weights.gguf_file import GgufFile
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -52,46 +53,6 @@ _FIELDS = {
 }
 # Present in some files with a value that means nothing.
 _INERT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.finetuned": False}
-
-
-class GgufFile:
-    """A parsed GGUF file, mapped.
-
-    Raises: CheckpointError: the file is no GGUF file, is truncated, or is one part of several.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._reader = _Reader(path)
-        except Exception as e:  # on damaged files the library raises whatever numpy and its own enums do
-            raise CheckpointError(f"{path}: is not a whole GGUF file ({type(e).__name__}: {e})") from e
-        if (parts := self.get("split.count", 1)) > 1:
-            raise CheckpointError(f"{path}: is one of {parts} parts; join them (gguf-split --merge) first")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value: a number, a string, a bool, or a list of those."""
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
-
-    def with_prefix(self, prefix: str) -> dict[str, Any]:
-        """The metadata whose keys begin with `prefix`, which is taken off."""
-        return {key.removeprefix(prefix): self.get(key) for key in self._reader.fields if key.startswith(prefix)}
-
-    def tensors(self) -> dict[str, gguf.ReaderTensor]:
-        return {t.name: t for t in self._reader.tensors}
-
-
-class _Reader(gguf.GGUFReader):
-    """The library's reader on a plain array: a slice of a memmap is another memmap, and a vocabulary is 10^5 slices."""
-
-    @property  # type: ignore[override]  # the library declares a memmap, and reads it as the array that it is
-    def data(self) -> np.ndarray[Any, Any]:
-        return self._flat
-
-    @data.setter
-    def data(self, mapped: np.ndarray[Any, Any]) -> None:
-        self._flat = np.asarray(mapped)
 
 
 class GgufCheckpoint:

@@ -65,10 +65,10 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         torch.cuda.set_device(device)
-        self._compute = torch.cuda.Stream(device, priority=-1)
-        self._copy = torch.cuda.Stream(device)
-        self._capture = torch.cuda.Stream(device)
-        self._graph_memory = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._compute = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._capture = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph_memory = torch.cuda.graph_pool_handle()
 
     def computing(self) -> AbstractContextManager[object]:
         return cast(AbstractContextManager[object], torch.cuda.stream(self._compute))

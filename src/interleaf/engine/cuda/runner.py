@@ -146,9 +146,9 @@ class CudaRunner:
                 return CudaStepHandle(None, _nothing, self._stats, error)
             finally:
                 self._stats.launch_seconds += time.perf_counter() - began
-        error = EngineDead(f"step {plan.step} follows a step that failed: {self._failure!r}")
-        error.__cause__ = self._failure
-        return CudaStepHandle(None, _nothing, self._stats, error)
+        dead = EngineDead(f"step {plan.step} follows a step that failed: {self._failure!r}")
+        dead.__cause__ = self._failure
+        return CudaStepHandle(None, _nothing, self._stats, dead)
 
     def poll_loads(self) -> list[LoadReport]:
         """Adapters' copies that have ended since the last call."""
