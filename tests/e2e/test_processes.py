@@ -237,6 +237,8 @@ async def test_what_is_refused_is_raised_before_the_first_event(shared: Server) 
                                        (AdapterNotFound, [5], "nobody")):  # fmt: skip
             with pytest.raises(error):
                 await collect(engine.generate(prompt, SamplingParams(), adapter))
+        with pytest.raises(RequestRejected, match="64 bits"):
+            await collect(engine.generate([5], SamplingParams(top_k=2**64), None))
         assert engine.is_alive
 
 

@@ -88,7 +88,7 @@ def test_rotation_is_that_of_complex_numbers():
     ("name", "wrong"),
     [
         ("qkv", {"qkv": torch.zeros(2, 5, 16)}),
-        ("qkv", {"qkv": torch.zeros(2, 8, 32)[..., ::2]}),
+        ("qkv", {"qkv": torch.zeros(2, 8, 32, device=DEVICE)[..., ::2]}),
         ("slots", {"slots": torch.zeros(3, dtype=torch.int64)}),
         ("sin", {"sin": torch.zeros(2, 1, 16)}),
         ("dtype", {"qkv": torch.zeros(2, 8, 16, dtype=torch.float16)}),

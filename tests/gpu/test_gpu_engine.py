@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 from tests.support.interpreted import IS_INTERPRETED  # noqa: E402
 
 if not IS_INTERPRETED:
-    pytest.skip("needs TRITON_INTERPRET=1 and no GPU: test_smollm2_on_gpu.py is for the device", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; test_smollm2_on_gpu.py is for the device", allow_module_level=True)
 
 from interleaf.attention.triton_paged import TritonPaged  # noqa: E402
 from interleaf.config import EngineConfig  # noqa: E402

@@ -108,7 +108,7 @@ class DeviceSequences:
         self.grow(seat, count)
         first = self.length(seat)
         k, v = self.rand(count, self.heads.kv, self.heads.dim), self.rand(count, self.heads.kv, self.heads.dim)
-        slots = torch.tensor([self.slot(seat, first + i) for i in range(count)], device=DEVICE)
+        slots = torch.tensor([self.slot(seat, first + i) for i in range(count)], dtype=torch.int64, device=DEVICE)
         pages, offsets = slots // self.page_tokens, slots % self.page_tokens
         self.pool.data[pages, LAYER, 0, offsets] = k.to(DEVICE)
         self.pool.data[pages, LAYER, 1, offsets] = v.to(DEVICE)

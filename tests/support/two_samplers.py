@@ -61,8 +61,10 @@ class TwoSamplers:
         for got, expected in zip(logprobs or (), want.logprobs or (), strict=True):
             assert (got is None) == (expected is None)
             if got is not None and expected is not None:
-                assert got.chosen == pytest.approx(expected.chosen, abs=2e-6, nan_ok=True)
-                assert got.top == pytest.approx(expected.top, abs=2e-6)
+                # Logits up to 32 have an ulp of 2e-6; a GPU sums the exponentials in an order of its own.
+                near = 2e-6 if self.exact else 2e-5
+                assert got.chosen == pytest.approx(expected.chosen, abs=near, nan_ok=True)
+                assert got.top == pytest.approx(expected.top, abs=near)
                 if self.exact:  # else rounding may tell two equal tokens apart, or not
                     assert (got.top_ids, got.rank) == (expected.top_ids, expected.rank)
         return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import log
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_when_there_is_not_enough_nothing_leaves(policy: EvictionPolicy) -> None
 
 def test_for_something_wanted_soon_only_what_is_worth_less_leaves_and_all_or_nothing() -> None:
     allocator = PageAllocator(7)
-    policy = CostAware()
+    policy = CostAware(half_life=log(2) * 12)
     reclaimer = Reclaimer(allocator, policy)
     things = [Thing(allocator, name, 2) for name in "abc"]
     for uses, thing in enumerate(things, start=1):
@@ -120,12 +121,11 @@ def test_for_something_wanted_soon_only_what_is_worth_less_leaves_and_all_or_not
             reclaimer.touch(thing)
         reclaimer.add(thing)
     wanted = Thing(allocator, "wanted", 1)
-    for _ in range(3):
-        reclaimer.touch(wanted)
-    assert not reclaimer.make_room_for(wanted, 5), "c is worth as much"
+    # Used once in 5 requests, for ever, it would have counted 12 / 5 uses.
+    assert not reclaimer.make_room_for(wanted, 5, 5), "c is worth 3"
     assert all(thing.pages for thing in things)
     assert reclaimer.num_idle_pages == 6
-    assert reclaimer.make_room_for(wanted, 4)
+    assert reclaimer.make_room_for(wanted, 5, 4)
     assert [bool(thing.pages) for thing in things] == [False, False, True]
     assert order(reclaimer, things) == ["a", "b", "c"]
 

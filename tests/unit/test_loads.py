@@ -162,10 +162,11 @@ def test_nothing_is_loaded_ahead_below_the_low_water_mark() -> None:
 
 
 def test_what_is_wanted_more_often_is_not_evicted_ahead_of_need() -> None:
-    for uses, expected in ((5, []), (1, ["b"])):
+    """With a half-life of 2 requests, twelve uses in a row and a pause count 2.4, and one of the next two 1.4."""
+    for uses, expected in ((12, []), (1, ["b"])):
         system = FakeSystem(
             {"a": 3, "b": 3}, num_pages=7, page_tokens=32, max_num_seqs=2, loads=LoadLimits(prefetch_loads=2),
-            eviction=CostAware(half_life=100),
+            eviction=CostAware(half_life=2),
         )  # fmt: skip
         for i in range(uses):
             submit(system, f"a{i}", "a", 1)
@@ -173,6 +174,7 @@ def test_what_is_wanted_more_often_is_not_evicted_ahead_of_need() -> None:
         for name in ("x", "y"):
             submit(system, name, None, 20)
         steps(system, 2)
+        submit(system, "ahead", None, 1)
         submit(system, "next", "b")
         steps(system, 3)
         assert loads(system)[1:] == expected, uses

@@ -7,8 +7,10 @@ whatever was done must give the same plans when it is done again.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -282,5 +284,37 @@ def test_random_traffic_keeps_every_invariant_for_long() -> None:
 
 
 @pytest.mark.long
-def test_ten_thousand_steps_on_one_system_keep_every_invariant() -> None:
-    check(examples=3, steps=10_000)
+@pytest.mark.parametrize("seed", range(4))
+def test_one_system_keeps_every_invariant_for_ten_thousand_steps(seed: int) -> None:
+    """Hypothesis begins anew every hundred rules or so; what wears out slowly shows only here."""
+    rng = random.Random(seed)
+    machine = ServingMachine()
+    machine.start(
+        page_tokens=rng.choice([1, 2, 4]), spare_pages=rng.randint(0, 12), seats=rng.randint(2, 5),
+        budget=rng.randint(5, 20), lookahead=seed % 2, refill=rng.randint(1, 2), max_loads=rng.randint(1, 4),
+        prefetch=rng.randint(0, 3), admission=sorted(ADMISSIONS)[seed % 3], eviction=sorted(EVICTIONS)[seed % 2],
+        prefix_cache=seed < 3,
+    )  # fmt: skip
+    one_of = SimpleNamespace(draw=lambda strategy: rng.choice(sorted(machine.requests)))
+    adapters = sorted(ADAPTERS)
+    rules: list[Callable[[], object]] = [
+        lambda: machine.submit(
+            rng.choice([None, *adapters]), rng.choice(BEGINNINGS), rng.choices(range(1, 6), k=rng.randint(1, 8)),
+            rng.randint(1, 8), rng.choice([1, 1, 2]), rng.random() < 0.5, rng.choice([None, None, "tenant"]),
+        ),
+        lambda: machine.requests and machine.abort(one_of),
+        lambda: machine.requests and machine.end_one_sequence(one_of),
+        lambda: machine.drop_from_host_memory(rng.choice(adapters)),
+        machine.finish_fetches,
+        lambda: machine.change_speed(rng.choice(adapters), rng.random() < 0.5),
+        machine.finish_copies,
+        lambda: machine.break_or_mend(rng.choice(adapters), rng.choice(["fetch", "copy", "mend", "mend", "mend"])),
+        lambda: machine.withdraw(rng.choice(adapters)),
+    ]  # fmt: skip
+    for _ in range(10_000):
+        rng.choices(rules, weights=[6, 1, 1, 1, 2, 1, 2, 1, 1])[0]()
+        machine.step(rng.randint(1, 3))
+        machine.pages_balance()
+        machine.what_runs_is_in_the_pool()
+    assert len(machine.system.runner.plans) >= 10_000
+    machine.teardown()

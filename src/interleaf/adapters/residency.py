@@ -224,10 +224,31 @@ class Residency:
         if self.reclaimer.make_room(num_pages):
             return True
         short = num_pages - self._allocator.num_free_pages - self.reclaimer.num_idle_pages
+        return self._evict_awaited(short, last_in_line) and self.reclaimer.make_room(num_pages)
+
+    def make_room_ahead(
+        self, uid: AdapterUid, num_pages: int, reserve_pages: int, within: int, far_behind: Iterable[AdapterUid]
+    ) -> bool:
+        """Make room to load an adapter ahead of need, and evict for it only what is worth less.
+
+        Args:
+            reserve_pages: so many must still be free or idle after it.
+            within: among so many requests, the next ones, is the one that needs it.
+            far_behind: adapters that are waited for, but not by any of the next requests; the furthest behind first.
+        """
+        free, idle = self._allocator.num_free_pages, self.reclaimer.num_idle_pages
+        if free + idle + self._num_awaited_pages < num_pages + reserve_pages:
+            return False
+        if self.reclaimer.make_room_for(self._entry(uid), within, num_pages):
+            return True
+        return self._evict_awaited(num_pages - free, far_behind)
+
+    def _evict_awaited(self, short: int, uids: Iterable[AdapterUid]) -> bool:
+        """Evict those of some adapters that are idle but waited for, until so many pages are free; all or nothing."""
         if short > self._num_awaited_pages:
             return False
         victims = []
-        for uid in last_in_line:
+        for uid in uids:
             entry = self._pooled.get(uid)
             if entry is not None and entry.state is AdapterState.RESIDENT and entry.users == 0:
                 victims.append(entry)
@@ -235,12 +256,8 @@ class Residency:
                 if short <= 0:
                     for victim in victims:
                         self.evict(victim.uid)
-                    return self.reclaimer.make_room(num_pages)
+                    return True
         return False
-
-    def make_room_ahead(self, uid: AdapterUid, num_pages: int) -> bool:
-        """Make room to load an adapter ahead of need: only what is idle, unawaited and worth less than it leaves."""
-        return self.reclaimer.make_room_for(self._entry(uid), num_pages)
 
     def remove(self, uid: AdapterUid) -> None:
         """The adapter was withdrawn and no request refers to it: its pages are freed, those under a copy after it."""

@@ -15,6 +15,7 @@ from interleaf.adapters.pinned import pin
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.residency import Residency
 from interleaf.adapters.store import AdapterStore
+from interleaf.attention import build_kernels
 from interleaf.attention.torch_sdpa import TorchSdpa
 from interleaf.config import EngineConfig
 from interleaf.core import ModelSpec, StreamOrder
@@ -36,7 +37,6 @@ from interleaf.scheduler.policy import Fcfs
 from interleaf.scheduler.preemption import LatestArrival
 from interleaf.scheduler.scheduler import Scheduler
 from interleaf.weights.checkpoint import Checkpoint, open_checkpoint
-
 
 _ADMISSION: dict[str, Callable[[], Admission]] = {
     "optimistic": Optimistic,
@@ -113,6 +113,8 @@ def build_engine(
         shard = Shard(spec)
         dtype = resolve_dtype(config, checkpoint)
         geometry = page_geometry(shard, config.page_tokens, dtype)
+        if is_gpu:
+            build_kernels(spec, dtype, config, progress)
         if config.memory_fraction is None:  # a budget that is too small is refused before minutes of reading
             _max_model_len(config, spec, geometry, geometry.pages_for_bytes(config.memory_bytes))
         transformer = Transformer.load(spec, shard, checkpoint, dtype, device, progress and _named("weights", progress))

@@ -21,7 +21,7 @@ from interleaf.engine import messages as m
 from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, AsyncLink
 from interleaf.engine.client import check_request
 from interleaf.engine.serving import EngineInfo, Inbox
-from interleaf.errors import AdapterNotFound, AdaptersUnavailable, EngineDead, InterleafError
+from interleaf.errors import AdapterNotFound, AdaptersUnavailable, EngineDead, InterleafError, RequestRejected
 from interleaf.stats import EngineStats
 
 _CONNECT_S = 30.0
@@ -148,7 +148,7 @@ class RemoteEngine:
     # ------------------------------------------------------------------ requests
 
     def _submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> Inbox:
-        """Raises: AdapterNotFound, EngineDead."""
+        """Raises: AdapterNotFound, EngineDead, RequestRejected."""
         self._require_alive()
         assert self._engine is not None
         uid = None
@@ -158,7 +158,11 @@ class RemoteEngine:
                 raise AdapterNotFound(adapter)
         inbox = Inbox(f"{self._prefix}-{next(self._ids)}")
         assert inbox.request_id is not None
-        self._engine.send(m.encode(m.Submit(inbox.request_id, tuple(prompt_token_ids), params, uid)))
+        try:
+            data = m.encode(m.Submit(inbox.request_id, tuple(prompt_token_ids), params, uid))
+        except OverflowError:
+            raise RequestRejected("a number of the sampling parameters is beyond 64 bits") from None
+        self._engine.send(data)
         self._inboxes[inbox.request_id] = inbox
         return inbox
 

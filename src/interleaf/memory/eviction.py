@@ -58,6 +58,9 @@ class EvictionPolicy(Protocol):
     def score(self, item: Evictable) -> float:
         """The least leaves first."""
 
+    def score_of_wanted(self, item: Evictable, within: int) -> float:
+        """The score of something that is sure to be used by one of the next `within` requests."""
+
 
 class Lru:
     """Least recently used first: the plain baseline. Recency is all that counts, whatever a thing costs."""
@@ -77,6 +80,9 @@ class Lru:
 
     def score(self, item: Evictable) -> float:
         return float(item.stamp)
+
+    def score_of_wanted(self, item: Evictable, within: int) -> float:
+        return float(self._clock + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +129,15 @@ class CostAware:
         pass
 
     def score(self, item: Evictable) -> float:
+        return self._worth(item, item.uses, item.stamp)
+
+    def score_of_wanted(self, item: Evictable, within: int) -> float:
+        # Whoever is used once in so many requests, for ever, has a count of 1 / (within * decay).
+        return self._worth(item, 1.0 / (within * self._decay), self._clock)
+
+    def _worth(self, item: Evictable, uses: float, moment: int) -> float:
         cost = self.costs.prefix_s if item.kind is OwnerKind.PREFIX else self.costs.adapter_s
-        return log(cost) + log(max(item.uses, 1e-30)) + item.stamp * self._decay
+        return log(cost) + log(max(uses, 1e-30)) + moment * self._decay
 
 
 class Reclaimer:
@@ -180,12 +193,12 @@ class Reclaimer:
             self._evict(self._pop()[3])
         return True
 
-    def make_room_for(self, wanted: Evictable, num_pages: int) -> bool:
-        """The same, but evict only what is worth less than something that is wanted soon."""
+    def make_room_for(self, wanted: Evictable, within: int, num_pages: int) -> bool:
+        """The same, but evict only what is worth less than something that one of the next `within` requests needs."""
         short = num_pages - self._allocator.num_free_pages
         if short > self.num_idle_pages:
             return False
-        limit = self.policy.score(wanted)
+        limit = self.policy.score_of_wanted(wanted, within)
         victims: list[tuple[float, int, int, Evictable]] = []
         while short > 0 and self._num_idle > len(victims):
             entry = self._pop()

@@ -60,6 +60,7 @@ class Loads:
 
     Args:
         limits: see LoadLimits.
+        horizon: how many of the next sequences are looked ahead to.
         fail: called with an adapter that cannot be had, and why: those that wait for it are to be failed.
         can_spare: whether the running sequences can do without so many pages.
     """
@@ -70,6 +71,7 @@ class Loads:
         images: HostImages,
         waiting: WaitingQueue,
         limits: LoadLimits,
+        horizon: int,
         num_pages: int,
         fail: Callable[[AdapterUid, str], None],
         can_spare: Callable[[int], bool],
@@ -78,6 +80,7 @@ class Loads:
         self._images = images
         self._waiting = waiting
         self.limits = limits
+        self._horizon = horizon
         self._num_pages = num_pages
         self._fail = fail
         self._can_spare = can_spare
@@ -85,6 +88,10 @@ class Loads:
         self._loading: dict[AdapterUid, float] = {}
         self._fetching: dict[AdapterUid, float] = {}
         self._abandoned: dict[AdapterUid, str] = {}
+
+    def may_look_ahead_to(self, seq: Sequence) -> bool:
+        """Whether an adapter may be sent for that a sequence needs which has no seat to take."""
+        return self.limits.prefetch_loads > 0 and self._waiting.place(seq) < self._horizon
 
     @property
     def num_under_way(self) -> int:
@@ -125,7 +132,7 @@ class Loads:
 
         Args:
             reserve_pages: None: the sequence has a seat to take. Else it has not, and the load may only evict what is
-                worth less, and must leave so many pages free.
+                worth less, and must leave so many pages free or idle.
 
         Returns: what came of it, and a copy to be planned.
         """
@@ -170,7 +177,9 @@ class Loads:
         if not self._can_spare(num_pages):
             return False
         if reserve_pages is not None:
-            return self._residency.make_room_ahead(uid, num_pages + reserve_pages)
+            return self._residency.make_room_ahead(
+                uid, num_pages, reserve_pages, self._waiting.place(seq) + 1, self._waiting.far_behind(self._horizon)
+            )
         return self._residency.make_room(num_pages, self._waiting.overtakable(seq))
 
     def _give_up(self, begun_before_s: float) -> None:

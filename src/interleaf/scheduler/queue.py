@@ -139,6 +139,13 @@ class WaitingQueue:
         """How many are ahead of it."""
         return bisect_left(self._keys, self._policy.key(seq))
 
+    def far_behind(self, place: int) -> Iterator[AdapterUid]:
+        """Adapters in the pool whose whole line has at least `place` sequences ahead, the furthest behind first.
+
+        The queue must not change meanwhile.
+        """
+        return self.overtakable(self._sequences[self._keys[place - 1]]) if place <= len(self._keys) else iter(())
+
     def overtakable(self, seq: Sequence | None) -> Iterator[AdapterUid]:
         """Adapters in the pool whose whole line is behind a sequence (None: ahead of all), the furthest behind first.
 

@@ -118,9 +118,10 @@ class Scheduler:
             images,
             self._waiting,
             loads or LoadLimits(),
-            allocator.num_pages,
-            self._fail_waiting,
-            self._can_spare,
+            horizon=max_num_seqs,
+            num_pages=allocator.num_pages,
+            fail=self._fail_waiting,
+            can_spare=self._can_spare,
         )
         self._open: dict[str, _Open] = {}
         self._in_flight: deque[tuple[StepPlan, tuple[Sequence, ...]]] = deque()
@@ -309,7 +310,7 @@ class Scheduler:
                 break
             if seq.adapter is not None and (standing := self._waiting.standing(seq.adapter)) is not Standing.READY:
                 is_ahead = self._loads.num_under_way - (standing is Standing.FETCHING) >= demand
-                if is_ahead and (not limits.prefetch_loads or self._waiting.place(seq) >= self._seats.num_seats):
+                if is_ahead and not self._loads.may_look_ahead_to(seq):
                     may_send = False  # too far behind
                     if standing is Standing.FETCHING:
                         self._waiting.move(seq.adapter, Standing.ASKED)

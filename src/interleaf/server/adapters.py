@@ -98,6 +98,8 @@ def _field_problems(body: Any, names: tuple[str, ...]) -> list[str]:
             problems.append(f"{name} is missing")
         elif not isinstance(body[name], str) or not body[name]:
             problems.append(f"{name} must be a text that is not empty")
+        elif not _is_unicode(body[name]):
+            problems.append(f"{name} must be valid Unicode, got {body[name][:100]!r}")
     for name, value in body.items():
         if name in names:
             continue
@@ -106,3 +108,12 @@ def _field_problems(body: Any, names: tuple[str, ...]) -> list[str]:
         elif value not in _NEUTRAL[name]:
             problems.append(f"{name} is not supported")
     return problems[:20]
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written in UTF-8: JSON can spell halves of characters (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -18,6 +18,7 @@ from interleaf.core import SamplingParams
 from interleaf.server import neutral
 from interleaf.server.errors import ApiError, bad_request
 
+_MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
 """Most alternatives per token, as OpenAI and vLLM have it; the engine itself gives more."""
 MAX_STOP_STRINGS = 64
@@ -70,7 +71,8 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
                          "repetition_penalty", "min_tokens", "ignore_eos")
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
-        if given.get("top_k") == -1:  # vLLM's way to say "all"
+        top_k = given.get("top_k", 0)
+        if top_k == -1 or top_k > _MAX_TOP_K:  # vLLM's way to say "all", and more than any model has
             given["top_k"] = 0
         return SamplingParams(
             max_tokens=max_tokens,

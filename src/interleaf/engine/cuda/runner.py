@@ -176,6 +176,16 @@ class CudaRunner:
             for uid, (layout, pages) in adapters.items():
                 self._lora.add(uid, layout, pages)
 
+    def warm_sampler(self) -> None:
+        """Compile and load what sampling launches."""
+        with torch.inference_mode(), self._device.computing():
+            self._sampler.warm_up(self._model.dtype)
+
+    def warm_lora(self) -> None:
+        """Compile and load every LoRA launch that the adapters known now can need."""
+        with torch.inference_mode(), self._device.computing():
+            self._lora.warm(self._pool.data)
+
     def forget_adapters(self, uids: Iterable[AdapterUid]) -> None:
         """Undo `know_adapters`."""
         for uid in uids:

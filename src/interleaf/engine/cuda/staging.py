@@ -13,6 +13,7 @@ import torch
 from interleaf.engine.cuda.device import Device
 
 _ALIGNMENT = 16
+_KEPT_VIEWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Staging:
         self._sent = [device.event() for _ in range(2)]
         self._turn = 0
         self._used = 0
+        self._views: dict[tuple[int, int, int, torch.dtype], Staged] = {}  # of decode steps, which take the same again
 
     def begin(self) -> None:
         """Start the arrays of the next step; waits if the buffer's last copy, two steps ago, is not done."""
@@ -60,8 +62,14 @@ class Staging:
         stop = first + count * dtype.itemsize
         assert stop <= len(self._device_bytes), f"a step's arrays take {stop} of {len(self._device_bytes)} bytes"
         self._used = stop
-        host = self._host_bytes[self._turn][first:stop].view(dtype)
-        return Staged(host.numpy(), self._device_bytes[first:stop].view(dtype))
+        key = (self._turn, first, count, dtype)
+        found = self._views.get(key)
+        if found is None:
+            host = self._host_bytes[self._turn][first:stop].view(dtype)
+            found = Staged(host.numpy(), self._device_bytes[first:stop].view(dtype))
+            if len(self._views) < _KEPT_VIEWS:
+                self._views[key] = found
+        return found
 
     def put(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         """Stage a copy of `values`. Returns: where it will be on the device."""

@@ -58,6 +58,7 @@ class WarmUp:
         self._launch(StepPlan(self._num_steps, vacate=self._seated))
 
     def _parts(self) -> Iterator[Callable[[], None]]:
+        yield self._runner.warm_sampler
         yield lambda: self._prefill([])
         for capacity in reversed(self._runner.capacities):
             for params in (_GREEDY, _FILTERED):
@@ -65,6 +66,7 @@ class WarmUp:
         for rank in _RANKS:
             uids = self._adapters(rank)
             if uids:
+                yield self._runner.warm_lora
                 yield lambda u=uids: self._prefill(u)  # type: ignore[misc]
                 for each in _ROWS_PER_ADAPTER:
                     yield lambda u=uids, e=each: self._decode(self._num_seats, u, _GREEDY, e)  # type: ignore[misc]
