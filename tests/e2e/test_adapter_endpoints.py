@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from interleaf.config import ServerConfig
-from interleaf.errors import AdapterRejected, PoolTooSmall
+from interleaf.errors import AdapterRejected, AdaptersUnavailable, PoolTooSmall
 from interleaf.server.start import adapter_folders, load_adapters
 from tests.support.asynchronous import asynchronous
 from tests.support.peft_folders import Draft, write_defective
@@ -131,6 +131,7 @@ def test_a_path_outside_the_allowed_folders_is_refused_and_the_engine_never_sees
             400,
             "lora_name must be a text .*; lora_path must be",
         ),
+        (json.dumps(fields("\ud800")), "application/json", 400, "lora_name must be valid Unicode"),
         (json.dumps(fields() | {"lora_pth": 1}), "application/json", 400, "unknown field 'lora_pth'"),
         (json.dumps(fields() | {"load_inplace": True}), "application/json", 400, "load_inplace is not supported"),
         (json.dumps(fields("base")), "application/json", 400, "the base model's"),
@@ -147,6 +148,16 @@ def test_a_body_that_is_wrong_is_answered_with_what_is_wrong(
         answer = httpx.post(url + LOAD, content=content, headers={"Content-Type": kind})
         assert answer.status_code == status, answer.text
         assert re.search(reason, str(error_of(answer)["message"]))
+
+
+def test_a_load_that_its_reader_did_not_survive_may_be_tried_again(folder: Path) -> None:
+    with serving(FakeEngine, adapters_dir=str(folder), allow_runtime_loading=True) as (url, engine):
+        engine.refuse = AdaptersUnavailable("it has died")  # type: ignore[attr-defined]
+        answer = httpx.post(url + LOAD, json=fields())
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert error_of(answer)["code"] == "adapters_unavailable"
+        engine.refuse = None  # type: ignore[attr-defined]
+        assert httpx.post(url + LOAD, json=fields()).status_code == 200
 
 
 def test_vllms_neutral_fields_are_accepted_and_loading_the_same_again_changes_nothing(folder: Path) -> None:

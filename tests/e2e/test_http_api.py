@@ -295,6 +295,12 @@ def test_without_a_tokenizer_ids_are_served_and_texts_are_refused() -> None:
     assert error_of(api.post(CHAT, {"model": BASE, "messages": MESSAGES}), 400)["param"] == "messages"
 
 
+def test_a_top_k_beyond_any_vocabulary_is_all_of_it() -> None:
+    for top_k in (-1, 0, 2**31, 10**30):
+        body = parse_body(json.dumps({"model": BASE, "top_k": top_k}).encode(), CompletionBody)
+        assert body.sampling_params(4, None).top_k == 0
+
+
 def test_without_a_tokenizer_a_stream_says_each_token_when_it_comes() -> None:
     api = Api(None, [5, 6, 7])
     body = {"model": BASE, "prompt": [1, 2], "max_tokens": 3, "stream": True}

@@ -264,6 +264,24 @@ def test_a_request_that_comes_back_for_an_adapter_under_withdrawal_gets_it() -> 
     assert RequestFinished("r1") in run(system)
 
 
+def test_a_fetch_for_somebody_who_has_fallen_behind_does_not_keep_the_first_in_line_waiting() -> None:
+    """One adapter may be on its way at a time: that of a sequence which lost its place to one that was preempted."""
+    system = FakeSystem(
+        {"a": 1, "b": 1}, num_pages=8, page_tokens=2, max_num_seqs=2, max_batch_tokens=8, loads=LoadLimits(max_loads=1)
+    )
+    submit(system, "first", None, 14)
+    submit(system, "second", "a", 12)
+    steps(system, 4)
+    submit(system, "third", "b", 2)
+    system.images.on_disk.update(system.adapters)
+    events = steps(system, 40)
+    assert system.scheduler.num_preemptions > 0
+    for _ in range(60):
+        system.images.finish_fetches()
+        events += steps(system, 1)
+    assert {event.request_id for event in events if isinstance(event, RequestFinished)} == {"first", "second", "third"}
+
+
 # ------------------------------------------------------------------ reasons
 
 

@@ -82,6 +82,10 @@ def test_an_unknown_gpu_or_model_is_refused_with_those_that_are_known() -> None:
         find_gpu("tpu")
     with pytest.raises(ConfigError, match=r"llama3-8b.*got 'gpt'"):
         model_shape("gpt")
+    with pytest.raises(ConfigError, match="page_tokens must be one of"):
+        model_shape("llama3-8b", page_tokens=3)
+    with pytest.raises(ConfigError, match="num_heads=32"):
+        model_shape("llama3-8b", world=3)
 
 
 # ---------------------------------------------------------------- fit

@@ -105,11 +105,6 @@ class Residency:
         entry = self._pooled.get(uid)
         return () if entry is None else entry.pages
 
-    def is_ahead_of_need(self, uid: AdapterUid) -> bool:
-        """Whether an adapter was sent for ahead of need and has not been used yet."""
-        entry = self._pooled.get(uid)
-        return entry is not None and entry.ahead_of_need
-
     def resident(self) -> tuple[AdapterUid, ...]:
         return tuple(uid for uid, entry in self._pooled.items() if entry.state is AdapterState.RESIDENT)
 
@@ -232,21 +227,30 @@ class Residency:
         """Make room to load an adapter ahead of need, and evict for it only what is worth less.
 
         Args:
-            reserve_pages: so many must still be free or idle after it.
+            reserve_pages: so many must still be free after it, or such as could be evicted for it.
             within: among so many requests, the next ones, is the one that needs it.
             far_behind: adapters that are waited for, but not by any of the next requests; the furthest behind first.
         """
-        free, idle = self._allocator.num_free_pages, self.reclaimer.num_idle_pages
-        if free + idle + self._num_awaited_pages < num_pages + reserve_pages:
+        free = self._allocator.num_free_pages
+        last = list(far_behind)
+        missing = num_pages + reserve_pages - free - self.reclaimer.num_idle_pages
+        if missing > 0 and self._awaited_victims(missing, last) is None:
             return False
         if self.reclaimer.make_room_for(self._entry(uid), within, num_pages):
             return True
-        return self._evict_awaited(num_pages - free, far_behind)
+        return self._evict_awaited(num_pages - free, last)
 
     def _evict_awaited(self, short: int, uids: Iterable[AdapterUid]) -> bool:
         """Evict those of some adapters that are idle but waited for, until so many pages are free; all or nothing."""
+        victims = self._awaited_victims(short, uids)
+        for victim in victims or ():
+            self.evict(victim.uid)
+        return victims is not None
+
+    def _awaited_victims(self, short: int, uids: Iterable[AdapterUid]) -> list[_Adapter] | None:
+        """The first of some adapters that are idle but waited for, with so many pages; None if there are fewer."""
         if short > self._num_awaited_pages:
-            return False
+            return None
         victims = []
         for uid in uids:
             entry = self._pooled.get(uid)
@@ -254,10 +258,8 @@ class Residency:
                 victims.append(entry)
                 short -= entry.num_pages
                 if short <= 0:
-                    for victim in victims:
-                        self.evict(victim.uid)
-                    return True
-        return False
+                    return victims
+        return None
 
     def remove(self, uid: AdapterUid) -> None:
         """The adapter was withdrawn and no request refers to it: its pages are freed, those under a copy after it."""

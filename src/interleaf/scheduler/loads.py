@@ -52,6 +52,7 @@ class Sent(Enum):
 
     ON_ITS_WAY = "on its way"
     NO_PAGES = "no pages"
+    TOO_FAR_BEHIND = "too far behind"
     FAILED = "failed"
 
 
@@ -79,7 +80,7 @@ class Loads:
         self._residency = residency
         self._images = images
         self._waiting = waiting
-        self.limits = limits
+        self._limits = limits
         self._horizon = horizon
         self._num_pages = num_pages
         self._fail = fail
@@ -89,22 +90,27 @@ class Loads:
         self._fetching: dict[AdapterUid, float] = {}
         self._abandoned: dict[AdapterUid, str] = {}
 
-    def may_look_ahead_to(self, seq: Sequence) -> bool:
-        """Whether an adapter may be sent for that a sequence needs which has no seat to take."""
-        return self.limits.prefetch_loads > 0 and self._waiting.place(seq) < self._horizon
-
     @property
     def num_under_way(self) -> int:
         return len(self._loading) + len(self._fetching)
 
     @property
+    def is_full(self) -> bool:
+        """Whether as many adapters as allowed are on their way."""
+        return self.num_under_way >= self._limits.max_loads
+
+    def has_room(self, num_free_seats: int) -> bool:
+        """Whether another adapter may be sent for, of need or ahead of it."""
+        return self.num_under_way < min(self._limits.max_loads, num_free_seats + self._limits.prefetch_loads)
+
+    def exceeds_need(self, uid: AdapterUid, num_free_seats: int) -> bool:
+        """Whether as many other adapters are on their way as there are seats to take."""
+        return self.num_under_way - (uid in self._fetching) >= min(self._limits.max_loads, num_free_seats)
+
+    @property
     def num_copies(self) -> int:
         """Adapters that are being copied to the pool."""
         return len(self._loading)
-
-    def is_demanded(self, uid: AdapterUid) -> bool:
-        """Whether an adapter is being copied for a sequence that had a seat to take."""
-        return uid in self._loading and not self._residency.is_ahead_of_need(uid)
 
     def standing(self, uid: AdapterUid) -> Standing:
         """Where an adapter stands that nobody has waited for until now."""
@@ -115,8 +121,8 @@ class Loads:
 
     def begin_plan(self, now_s: float) -> None:
         """Give up what has taken too long; the rest of what is being fetched is to be asked about again."""
-        if self.limits.timeout_s is not None:
-            self._give_up(now_s - self.limits.timeout_s)
+        if self._limits.timeout_s is not None:
+            self._give_up(now_s - self._limits.timeout_s)
         for uid, reason in self._abandoned.items():  # new requests of it would wait for the same copy
             self._fail(uid, reason)
         for uid in list(self._fetching):
@@ -136,6 +142,11 @@ class Loads:
 
         Returns: what came of it, and a copy to be planned.
         """
+        if reserve_pages is not None and not self._may_look_ahead_to(seq):
+            # What is being fetched for it makes way for those further ahead; the host tier may finish it all the same.
+            self._fetching.pop(uid, None)
+            self._waiting.move(uid, Standing.COLD)
+            return Sent.TOO_FAR_BEHIND, None
         state = self._images.prepare(uid)
         if state is HostState.FETCHING:
             self._fetching.setdefault(uid, now_s)
@@ -173,6 +184,9 @@ class Loads:
         if error is not None:
             self._fail(uid, error)
 
+    def _may_look_ahead_to(self, seq: Sequence) -> bool:
+        return self._limits.prefetch_loads > 0 and self._waiting.place(seq) < self._horizon
+
     def _make_room(self, seq: Sequence, uid: AdapterUid, num_pages: int, reserve_pages: int | None) -> bool:
         if not self._can_spare(num_pages):
             return False
@@ -188,7 +202,7 @@ class Loads:
                 if since_s >= begun_before_s:
                     break
                 del under_way[uid]
-                reason = f"adapter {uid[:12]} was not {what} within {self.limits.timeout_s:g} s"
+                reason = f"adapter {uid[:12]} was not {what} within {self._limits.timeout_s:g} s"
                 if under_way is self._loading:
                     self._residency.abandon_load(uid)
                     self._abandoned[uid] = reason

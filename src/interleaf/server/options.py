@@ -100,8 +100,8 @@ OPTIONS: tuple[Option, ...] = (
         (
             "memory",
             Kind.SIZE,
-            "Budget of the page pool for KV cache and adapters, without the weights: 512MiB, 2GB; 1GiB by default. On a "
-            "GPU also a fraction of its memory, weights and work space included; 0.9 by default.",
+            "Budget of the page pool for KV cache and adapters, without the weights: 512MiB, 2GB; 1GiB by default. "
+            "On a GPU also a fraction of its memory, weights and work space included; 0.9 by default.",
         ),
         ("page_tokens", Kind.WHOLE, "Tokens of KV in a page: 1, 2, 4, 8, 16, 32 or 64."),
         ("max_model_len", Kind.WHOLE, "Prompt + max_tokens at most; by default the model's context."),

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from interleaf.core import AdapterLoad, AdapterUid, StepPlan, StepResult
+from interleaf.core import AdapterLoad, AdapterUid, SeatStart, StepPlan, StepResult
 from interleaf.sim.cost import CostModel, StepWork
 from interleaf.sim.link import Clock, Link
-from interleaf.sim.workload import BASE, Ints, Workload
+from interleaf.sim.workload import BASE, Floats, Workload
 
 GOES_ON, ENDS = 1, 0
 """The two tokens that a simulated model knows."""
@@ -36,7 +36,7 @@ class LoadEnd:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """A step on its way; reading it waits for its end."""
 
@@ -52,16 +52,16 @@ class Launched:
 class SimRunner:
     """An engine's runner (`engine.engine.Runner`) with a cost model for a device.
 
-    A sequence's seed is its request's number in the workload; so a plan says whom it serves.
+    A sequence's seed is its request's number in the workload; so a plan says whom it serves. Sums over the decoding
+    seats are renewed when somebody comes or goes; else a step adds a token to each.
 
     Args:
-        adapter_bytes: [adapters], weights that a step reads.
+        adapter_bytes: weights that a step reads of each adapter.
         image_bytes: of an adapter's copy.
         record: called with the work and the seconds of every step that has rows.
     Attributes:
-        first_token_s, started_s: [requests], when a request's first token was there, and when it first got a seat
-            (the start of the step in which it did); NaN before.
-        host_s: real time spent in here.
+        reloads: copies of adapters that had been copied before.
+        busy_s: seconds of steps.   host_s: real time spent in here.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SimRunner:
         link: Link,
         workload: Workload,
         index_of: dict[AdapterUid, int],
-        adapter_bytes: Ints,
+        adapter_bytes: list[int],
         image_bytes: Callable[[AdapterUid], int],
         num_seats: int,
         record: Callable[[StepWork, float], None] | None = None,
@@ -83,23 +83,26 @@ class SimRunner:
         self._index_of = index_of
         self._image_bytes = image_bytes
         self._record = record
-        self._output_tokens = workload.output_tokens
-        # One more entry, of nothing: BASE, which is -1, finds it. Sums of such whole numbers are exact in floats.
-        self._adapter_bytes = np.append(adapter_bytes, 0).astype(np.float64)
-        self._in_step = np.zeros(len(self._adapter_bytes))
+        self._output_tokens = workload.output_tokens.tolist()
+        self._adapter_bytes = [*adapter_bytes, 0]  # BASE, which is -1, finds the last
 
-        self._request = np.zeros(num_seats, dtype=np.int64)
-        self._adapter = np.full(num_seats, BASE, dtype=np.int64)
-        self._kv_tokens = np.zeros(num_seats, dtype=np.int64)
-        self._left = np.zeros(num_seats, dtype=np.int64)
-        self._decode: tuple[tuple[int, ...], Ints] = (), np.zeros(0, dtype=np.int64)
+        self._request = [0] * num_seats
+        self._adapter = [BASE] * num_seats
+        self._left = [0] * num_seats  # tokens to come when the known ones are computed
+        self._kv_at_0 = [0] * num_seats  # while it decodes: tokens of KV in step k, less k
+        self._last_step = [-1] * num_seats  # the step that samples the last token, once that is known
+        self._ends: dict[int, list[int]] = {}  # seats by that step; entries of those that were preempted stay behind
+        self._decode: tuple[int, ...] = ()
+        self._decode_kv_at_0 = 0
+        self._decode_adapters: set[int] = set()
+        self._decode_adapter_bytes = 0
 
         self._busy_until_s = 0.0
         self._loads: deque[LoadEnd] = deque()
         self._loaded: set[AdapterUid] = set()
         self._steady = StepResult(())
-        self.first_token_s = np.full(len(workload), np.nan)
-        self.started_s = np.full(len(workload), np.nan)
+        self._first_token_s: list[float | None] = [None] * len(workload)
+        self._started_s: list[float | None] = [None] * len(workload)
         self.reloads = 0
         self.busy_s = 0.0
         self.host_s = 0.0
@@ -109,23 +112,25 @@ class SimRunner:
         start_s = max(self._busy_until_s, self._clock.now)
         for load in plan.load:
             self._copy(load, start_s)
+        for seat in plan.vacate:
+            self._last_step[seat] = -1
         for start in plan.start:
-            seat, request = start.seat, start.seed
-            self._request[seat] = request
-            self._adapter[seat] = BASE if start.adapter is None else self._index_of[start.adapter]
-            self._left[seat] = self._output_tokens[request] - (len(start.token_ids) - start.prompt_tokens)
-            if np.isnan(self.started_s[request]):
-                self.started_s[request] = start_s
-        work, sampled = self._work(plan)
+            self._seat(start, start_s)
+        work = self._work(plan)
         duration_s = self._cost.step_s(work)
         if self._record is not None and work.rows:
             self._record(work, duration_s)
         self.busy_s += duration_s
-        self._busy_until_s = start_s + duration_s
+        self._busy_until_s = end_s = start_s + duration_s
         for chunk in plan.chunks:
-            if chunk.samples and np.isnan(self.first_token_s[self._request[chunk.seat]]):
-                self.first_token_s[self._request[chunk.seat]] = self._busy_until_s
-        launched = Launched(self._clock, self._busy_until_s, self._sample(sampled))
+            if chunk.samples:
+                seat = chunk.seat
+                if self._first_token_s[self._request[seat]] is None:
+                    self._first_token_s[self._request[seat]] = end_s
+                self._kv_at_0[seat] = chunk.first + chunk.count - plan.step
+                last_step = self._last_step[seat] = plan.step + self._left[seat] - 1
+                self._ends.setdefault(last_step, []).append(seat)
+        launched = Launched(self._clock, end_s, self._sample(plan))
         self.host_s += time.perf_counter() - entered
         return launched
 
@@ -147,42 +152,59 @@ class SimRunner:
         """When the next copy ends; infinity if none is under way."""
         return self._loads[0].moment_s if self._loads else math.inf
 
+    @property
+    def first_token_s(self) -> Floats:
+        """[requests], when a request's first token was there; NaN: not yet."""
+        return np.array(self._first_token_s, dtype=np.float64)
+
+    @property
+    def started_s(self) -> Floats:
+        """[requests], when the step began in which a request first had a seat; NaN: not yet."""
+        return np.array(self._started_s, dtype=np.float64)
+
     def _copy(self, load: AdapterLoad, ready_s: float) -> None:
         self.reloads += load.uid in self._loaded
         self._loaded.add(load.uid)
         self._loads.append(LoadEnd(load.uid, self._link.send(ready_s, self._image_bytes(load.uid))))
 
-    def _work(self, plan: StepPlan) -> tuple[StepWork, Ints]:
-        """What a step computes, and the seats that it samples for."""
-        if plan.decode is not self._decode[0]:  # the same object while nobody comes or goes
-            self._decode = plan.decode, np.array(plan.decode, dtype=np.int64)
-        decode = self._decode[1]
-        self._kv_tokens[decode] += 1
-        seats = sampled = decode
+    def _seat(self, start: SeatStart, start_s: float) -> None:
+        seat, request = start.seat, start.seed
+        self._request[seat] = request
+        self._adapter[seat] = BASE if start.adapter is None else self._index_of[start.adapter]
+        self._left[seat] = self._output_tokens[request] - (len(start.token_ids) - start.prompt_tokens)
+        if self._started_s[request] is None:
+            self._started_s[request] = start_s
+
+    def _work(self, plan: StepPlan) -> StepWork:
+        """What a step computes."""
+        decode = plan.decode
+        if decode is not self._decode:  # the same object while nobody comes or goes
+            self._decode = decode
+            self._decode_kv_at_0 = sum(map(self._kv_at_0.__getitem__, decode))
+            self._decode_adapters = set(map(self._adapter.__getitem__, decode))
+            self._decode_adapter_bytes = sum(map(self._adapter_bytes.__getitem__, self._decode_adapters))
+        rows = len(decode)
+        work = StepWork(rows, 0, self._decode_kv_at_0 + rows * plan.step, self._decode_adapter_bytes)
         if plan.chunks:
-            chunked = np.array([chunk.seat for chunk in plan.chunks])
-            self._kv_tokens[chunked] = [chunk.first + chunk.count for chunk in plan.chunks]
-            seats = np.concatenate((decode, chunked))
-            samples = np.array([chunk.samples for chunk in plan.chunks])
-            sampled = np.concatenate((decode, chunked[samples]))
-        return StepWork(
-            decode_rows=len(decode),
-            chunk_tokens=sum(chunk.count for chunk in plan.chunks),
-            context_tokens=int(self._kv_tokens[seats].sum()),
-            adapter_bytes=self._distinct_bytes(self._adapter[seats]),
-        ), sampled
+            others: set[int] = set()
+            for chunk in plan.chunks:
+                work.chunk_tokens += chunk.count
+                work.context_tokens += chunk.first + chunk.count
+                others.add(self._adapter[chunk.seat])
+            others -= self._decode_adapters
+            work.adapter_bytes += sum(map(self._adapter_bytes.__getitem__, others))
+        return work
 
-    def _distinct_bytes(self, adapters: Ints) -> int:
-        """Bytes of these adapters, each once."""
-        self._in_step[adapters] = 1.0
-        num_bytes = int(self._adapter_bytes @ self._in_step)
-        self._in_step[adapters] = 0.0
-        return num_bytes
-
-    def _sample(self, seats: Ints) -> StepResult:
-        self._left[seats] -= 1
-        if not (self._left[seats] == 0).any():
-            if len(self._steady.token_ids) != len(seats):
-                self._steady = StepResult((GOES_ON,) * len(seats))
-            return self._steady
-        return StepResult(tuple(np.where(self._left[seats] == 0, ENDS, GOES_ON).tolist()))
+    def _sample(self, plan: StepPlan) -> StepResult:
+        """The tokens of a step: an end token for each sequence that has all its tokens with it."""
+        last = [seat for seat in self._ends.pop(plan.step, ()) if self._last_step[seat] == plan.step]
+        if last:
+            sampled = plan.sampled_seats
+            tokens = [GOES_ON] * len(sampled)
+            for seat in last:
+                tokens[sampled.index(seat)] = ENDS
+            return StepResult(tuple(tokens))
+        count = len(plan.decode) + sum(chunk.samples for chunk in plan.chunks)
+        if len(self._steady.token_ids) != count:
+            self._steady = StepResult((GOES_ON,) * count)
+        return self._steady

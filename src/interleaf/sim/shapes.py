@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from interleaf.config import PAGE_TOKENS
 from interleaf.core import ModelSpec, Module
 from interleaf.errors import ConfigError, ModelRejected
 from interleaf.memory.geometry import PageGeometry
@@ -92,8 +93,10 @@ def model_shape(model: str, *, page_tokens: int = 16, world: int = 1, itemsize_b
     """The first rank's share of a model, by its name or the path of its config.json.
 
     Args: world: GPUs that share the model by tensor parallelism. itemsize_bytes: of an element, 2 for bf16.
-    Raises: ConfigError: no such model. ModelRejected: the engine could not run it.
+    Raises: ConfigError: no such model, or it cannot be divided or paged so. ModelRejected: the engine could not run it.
     """
+    if page_tokens not in PAGE_TOKENS:
+        raise ConfigError(f"page_tokens must be one of {', '.join(map(str, PAGE_TOKENS))}, got {page_tokens}")
     spec = MODELS[model] if model in MODELS else _read_config(model)
     shard = Shard(spec, 0, world)
     layer = sum(shard.in_span(m).count * shard.out_span(m).count for m in Module)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from interleaf.adapters.residency import Residency
 from interleaf.core import AdapterUid
 from interleaf.engine.engine import Engine
@@ -224,7 +222,7 @@ def build_world(
         link=link,
         workload=workload,
         index_of={uid: index for index, uid in enumerate(uids)},
-        adapter_bytes=np.array([shape.num_bytes for shape in adapters], dtype=np.int64),
+        adapter_bytes=[shape.num_bytes for shape in adapters],
         image_bytes=host.image_bytes,
         num_seats=settings.max_num_seqs,
         record=record,

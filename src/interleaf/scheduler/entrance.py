@@ -1,0 +1,235 @@
+"""Who starts next, and whose adapter is sent for. Owns the waiting sequences; knows nothing of those that run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from interleaf.adapters.residency import Residency
+from interleaf.core import AdapterUid
+from interleaf.scheduler.draft import Draft
+from interleaf.scheduler.loads import HostImages, LoadLimits, Loads, Sent
+from interleaf.scheduler.pages import SequencePages
+from interleaf.scheduler.policy import Policy
+from interleaf.scheduler.queue import Standing, WaitingQueue
+from interleaf.scheduler.seats import Seats
+from interleaf.scheduler.sequence import Sequence, WaitReason
+
+_REASONS = {
+    Standing.FETCHING: WaitReason.ADAPTER_FETCH,
+    Standing.ASKED: WaitReason.ADAPTER_FETCH,
+    Standing.LOADING: WaitReason.ADAPTER_LOAD,
+}
+
+
+class Entrance:
+    """Admission from the queue.
+
+    An adapter that a sequence further ahead waits for is not evicted for one behind; one that only sequences behind
+    wait for is. A sequence that waits for pages, its own or its adapter's, is not overtaken. So the first in line can
+    always be served in the end.
+
+    Args:
+        refill_seats: see Scheduler.
+        num_pages: of the pool.
+        fail: called with an adapter that cannot be had, and why: those that wait for it are to be failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        seats: Seats,
+        pages: SequencePages,
+        residency: Residency,
+        images: HostImages,
+        limits: LoadLimits,
+        refill_seats: int,
+        num_pages: int,
+        fail: Callable[[AdapterUid, str], None],
+    ) -> None:
+        self._seats = seats
+        self._pages = pages
+        self._residency = residency
+        self._refill_seats = refill_seats
+        self._waiting = WaitingQueue(policy)
+        self._loads = Loads(
+            residency, images, self._waiting, limits,
+            horizon=seats.num_seats, num_pages=num_pages, fail=fail, can_spare=self._can_spare,
+        )  # fmt: skip
+        self._evicted: list[AdapterUid] = []
+        self._step = 0
+        self._group_is_cut = False
+        # Of the last plan: why nobody else was started, why no other adapter was sent for, and how many were passed
+        # over for reasons of their own.
+        self._closed_by: WaitReason | None = None
+        self._unsent_by = WaitReason.QUEUED
+        self._passed_over: Counter[WaitReason] = Counter()
+
+    def __len__(self) -> int:
+        """Waiting sequences."""
+        return len(self._waiting)
+
+    def push(self, seq: Sequence) -> None:
+        """A sequence waits from now on."""
+        self._waiting.push(seq, Standing.READY if seq.adapter is None else self._loads.standing(seq.adapter))
+        if seq.adapter is not None:
+            self._residency.add_waiter(seq.adapter)
+
+    def remove(self, seq: Sequence) -> None:
+        """A sequence waits no longer."""
+        self._waiting.remove(seq)
+        if seq.adapter is not None:
+            self._residency.remove_waiter(seq.adapter)
+
+    def waiting_for(self, uid: AdapterUid) -> list[Sequence]:
+        """Those that wait for an adapter, in order."""
+        return self._waiting.waiting_for(uid)
+
+    def load_done(self, uid: AdapterUid, error: str | None) -> None:
+        """A copy was reported as ordered before all later steps, or as failed."""
+        for seq in self._waiting.waiting_for(uid):
+            if self._waiting.place(seq) >= self._seats.num_free:
+                break
+            self._count_lookup(seq)  # it could have had a seat, and has waited for this load
+        self._loads.ended(uid, error)
+
+    def admit(self, draft: Draft, num_committed: int) -> None:
+        """Seat waiting sequences in order, and send for the adapters of those in reach of a seat.
+
+        Args:
+            num_committed: steps whose tokens are known.
+        """
+        self._step = draft.step
+        self._passed_over.clear()
+        self._loads.begin_plan(draft.now_s)
+        closed = WaitReason.SEATS if self._holds_back() else None
+        self._group_is_cut = False
+        if len(self._waiting):
+            closed = self._walk(draft, num_committed, closed)
+            self._waiting.end_pass()
+        self._closed_by = closed
+        if closed is WaitReason.PAGES:
+            self._unsent_by = closed
+        else:
+            self._unsent_by = WaitReason.LOAD_LIMIT if self._loads.is_full else WaitReason.SEATS
+
+    def _walk(self, draft: Draft, num_committed: int, closed: WaitReason | None) -> WaitReason | None:
+        """Look at the first in line, again and again.
+
+        Args:
+            closed: why nobody may start; then only adapters are sent for.
+
+        Returns: why nobody else could start.
+        """
+        num_free = num_left = self._seats.num_free
+        may_send = True
+        while True:
+            if closed is None and num_left == 0:
+                closed = WaitReason.SEATS
+            standings = [Standing.FETCHING]  # on its way already: whether it has come is asked in any case
+            if may_send and self._loads.has_room(num_free):
+                standings.append(Standing.COLD)
+            if closed is None:
+                standings.append(Standing.READY)
+            seq = self._waiting.first(*standings)
+            if seq is None:
+                return closed
+            standing = self._waiting.standing(seq.adapter)
+            if seq.adapter is not None and standing is not Standing.READY:
+                # In reach of a seat are as many as seats are left, whoever waits for whatever among them.
+                is_ahead = self._waiting.place(seq) >= num_left or self._loads.exceeds_need(seq.adapter, num_free)
+                sent = self._send_for(draft, seq, seq.adapter, is_ahead)
+                if sent is Sent.NO_PAGES and not is_ahead:
+                    return WaitReason.PAGES
+                if sent is Sent.NO_PAGES or (sent is Sent.TOO_FAR_BEHIND and standing is Standing.COLD):
+                    may_send = False
+                continue
+            if draft.budget == 0 and seq.resume_step <= num_committed:
+                closed, self._group_is_cut = WaitReason.TOKEN_BUDGET, True
+                continue
+            wait = WaitReason.LAST_TOKEN if seq.resume_step > num_committed else self._try_to_start(draft, seq)
+            if wait is WaitReason.PAGES:
+                return wait
+            if wait is not None:
+                self._waiting.pass_over(seq)
+                self._passed_over[wait] += 1
+            num_left -= 1
+
+    def _holds_back(self) -> bool:
+        """Whether too few seats are free to start anybody. A group that the token budget has cut is started whole.
+
+        A draining sequence gives its seat back with the next commit, so it counts neither as decoding nor as a reason
+        to start without it.
+        """
+        free = self._seats.num_free
+        return 0 < free < self._refill_seats and bool(self._seats.decode_rows[0]) and not self._group_is_cut
+
+    def _send_for(self, draft: Draft, seq: Sequence, uid: AdapterUid, is_ahead: bool) -> Sent:
+        """See to it that an adapter comes to the pool.
+
+        Args:
+            is_ahead: nobody who waits for it has a seat to take yet. Then as many pages are left free or idle as there
+                are sequences that may need one any moment.
+        """
+        if not is_ahead:
+            self._count_lookup(seq)
+        sent, load = self._loads.send_for(seq, uid, draft.now_s, len(self._seats) if is_ahead else None)
+        self.note_evicted()
+        if load is not None:
+            draft.load.append(load)
+        return sent
+
+    def _try_to_start(self, draft: Draft, seq: Sequence) -> WaitReason | None:
+        """Seat a sequence whose adapter is in the pool. Returns: why it has to wait; None if it has started."""
+        self._count_lookup(seq)
+        wait = self._pages.start(seq, draft.step, self._waiting.overtakable(seq), is_alone=self._nobody_runs)
+        self.note_evicted()
+        if wait is None:
+            self.remove(seq)
+            self._seats.sit(seq)
+            draft.add_start(seq)
+        return wait
+
+    def _count_lookup(self, seq: Sequence) -> None:
+        if not seq.considered and seq.adapter is not None:
+            seq.considered = True
+            self._residency.count_lookup(seq.adapter)
+
+    @property
+    def _nobody_runs(self) -> bool:
+        """And no adapter that is on its way takes pages which one who runs alone may need."""
+        return not len(self._seats) and not self._loads.num_copies
+
+    def _can_spare(self, num_pages: int) -> bool:
+        return not len(self._seats) or self._pages.can_spare(num_pages, self._step)
+
+    # ------------------------------------------------------------------ what leaves, and what others may see
+
+    def overtakable_by_all(self) -> Iterator[AdapterUid]:
+        """Adapters that may leave for the sake of those that run, though sequences wait for them."""
+        return self._waiting.overtakable(None)
+
+    def note_evicted(self) -> None:
+        """Tell the queue which adapters have left the pool."""
+        for uid in self._residency.take_evicted():
+            self._evicted.append(uid)
+            self._waiting.move(uid, self._loads.standing(uid))  # it may have been sent for again since
+
+    def take_evicted(self) -> tuple[AdapterUid, ...]:
+        """The adapters that have left since the last call, for a plan."""
+        self.note_evicted()
+        evicted, self._evicted = tuple(self._evicted), []
+        return evicted
+
+    def waiting_by_reason(self) -> Counter[WaitReason]:
+        """How many sequences wait, and for what, as of the last plan."""
+        reasons = Counter(self._passed_over)
+        for standing, count in self._waiting.sizes().items():
+            if standing is Standing.READY:
+                reasons[self._closed_by or WaitReason.QUEUED] += count - self._passed_over.total()
+            elif standing is Standing.COLD:
+                reasons[self._unsent_by] += count
+            else:
+                reasons[_REASONS[standing]] += count
+        return +reasons
