@@ -81,6 +81,11 @@ class Session:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
+    def record_of(self, row: Row, number: int) -> Path | None:
+        """Where the steps of a run are recorded, if they are."""
+        folder: Path | None = self.args.record_steps
+        return None if folder is None else folder / f"{row.trace_name}-{row.adapters}-{number}.jsonl"
+
     def write(self) -> None:
         """Write what is known so far."""
         if self.args.json:
@@ -140,7 +145,7 @@ class Session:
             if self.is_late:
                 return
             engine.register(sources)
-            runs.append(measure(engine, requests, costs, self.args.max_run))
+            runs.append(measure(engine, requests, costs, self.args.max_run, self.record_of(row, number)))
             self.say(f"{row.trace_name} {row.adapters} {memory} run {number}: {report.line_of(runs[-1])}")
             self.results[-1] = report.summary(about, runs)
             self.write()
@@ -205,6 +210,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--profile-rows", type=int, default=256, help="sequences that decode meanwhile")
     parser.add_argument("--profile-adapters", default="1,64,256", help="distinct adapters among them; 0: none")
     parser.add_argument("--profile-context", type=int, default=400, help="tokens of each sequence's prompt")
+    parser.add_argument("--record-steps", type=Path, metavar="DIR", help="write every run's steps there, for sim fit")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, after every run")
     parser.add_argument(
         "--record", type=Path, nargs="+", metavar="RESULTS", help="merge such files into --into, no more"

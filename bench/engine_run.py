@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from bench.engine_floor import BYTES_PER_S, ModelCosts, StepCost, step_costs, to
 from bench.engine_log import EventLog, StepLog
 from bench.engine_rows import TraceRequest, random_prompts
 from bench.engine_setup import BenchEngine
+from bench.sim_record import write_record
 from interleaf.core import RequestFinished, SamplingParams, StepPlan, TokenEvent
 
 _WARM_UP_PROMPT_TOKENS = 16
@@ -134,9 +136,16 @@ def drive(engine: BenchEngine, requests: Sequence[BenchRequest], limit_s: float 
 
 
 def measure(
-    engine: BenchEngine, requests: Sequence[BenchRequest], costs: ModelCosts, limit_s: float | None = None
+    engine: BenchEngine,
+    requests: Sequence[BenchRequest],
+    costs: ModelCosts,
+    limit_s: float | None = None,
+    record: Path | None = None,
 ) -> dict[str, Any]:
-    """Run requests whose adapters have just been registered. Returns: the figures of the run, ready for JSON."""
+    """Run requests whose adapters have just been registered. Returns: the figures of the run, ready for JSON.
+
+    Args: record: where to write the steps and their times, for `python -m interleaf.sim fit`.
+    """
     before = engine.counters()
     recording = drive(engine, requests, limit_s)
     after = engine.counters()
@@ -145,6 +154,8 @@ def measure(
     used_bytes = engine.images.used_bytes_by_uid()
     costs_of = step_costs(plans, costs, used_bytes, engine.parts.config.max_num_seqs)
     figures = _throughput(recording, requests)
+    if record is not None:
+        write_record(record, recording.steps, costs_of, costs.kv_elems * costs.itemsize_bytes)
     floor_s = total_floor_s(costs_of)
     open_loop = requests[-1].arrival_s > 0
     # With arrivals in between the engine idles at times, and the floor says nothing about the whole.

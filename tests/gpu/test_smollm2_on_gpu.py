@@ -82,19 +82,23 @@ def test_16_bits_stay_near_float32(on_cpu, dtype, attention):
     asking = SamplingParams(temperature=0, max_tokens=1, logprobs=20, ignore_eos=True)
     wide, _ = answers(asking, device="cuda", dtype="float32", memory="2GiB")
     found, _ = answers(asking, device="cuda", dtype=dtype, memory="2GiB", attention=attention)
-    # One rounding of 2^-9 (bfloat16) or 2^-12 per product, through 30 layers of residual sums.
-    limit = {"bfloat16": 0.35, "float16": 0.06}[dtype]
+    # Twice the worst and the mean of what the CPU's engine loses in the same dtype on these prompts: 0.48 and 0.17 in
+    # bfloat16, 0.055 and 0.02 in float16. Products are rounded in another order, so errors differ one by one.
+    worst, mean = {"bfloat16": (1.0, 0.35), "float16": (0.11, 0.045)}[dtype]
+    errors = []
     for a, b in zip(found, wide, strict=True):
         by_id = dict(zip(b.logprobs[0].top_ids, b.logprobs[0].top, strict=True))
         shared = [(p, by_id[i]) for i, p in zip(a.logprobs[0].top_ids, a.logprobs[0].top, strict=True) if i in by_id]
         assert len(shared) >= 12
-        assert max(abs(p - q) for p, q in shared[:10]) < limit
+        errors.append(max(abs(p - q) for p, q in shared[:10]))
+    assert max(errors) < worst
+    assert sum(errors) < mean * len(errors)
 
 
 def test_graphs_on_and_off_agree_in_bfloat16():
     with_graphs, runner = answers(device="cuda", dtype="bfloat16", memory="2GiB")
     without, _ = answers(device="cuda", dtype="bfloat16", memory="2GiB", max_graphs=0)
     assert runner.stats().num_graph_steps > 0
-    # A graph pads the batch, and products of another shape may round otherwise: most tokens agree, not all.
-    same = sum(a == b for a, b in zip(tokens(with_graphs), tokens(without), strict=True))
-    assert same >= 0.6 * len(with_graphs)
+    # A graph pads the batch, and products of another shape may round otherwise: in float32 no token shows it (above).
+    same = sum(a[:6] == b[:6] for a, b in zip(tokens(with_graphs), tokens(without), strict=True))
+    assert same >= 0.7 * len(with_graphs)

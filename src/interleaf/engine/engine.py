@@ -112,7 +112,7 @@ class Engine:
             self._in_flight.clear()
             self._scheduler.fail_all(f"the engine has stopped: {error!r}")
         events = self._scheduler.take_events()
-        self.num_output_tokens += sum(isinstance(event, TokenEvent) for event in events)
+        self.num_output_tokens += [type(event) for event in events].count(TokenEvent)
         return events
 
     def close(self) -> None:
