@@ -87,7 +87,7 @@ def test_requests_one_by_one_equal_peft(case: Case) -> None:
 
 def test_a_pool_too_small_for_all_at_once_equals_peft(case: Case) -> None:
     """Sequences are preempted and computed again, adapters leave and come back; the answers stay the same."""
-    with LLM(case.model, adapters=case.adapters, memory="700KiB", max_model_len=96) as llm:
+    with LLM(case.model, adapters=case.adapters, memory="700KiB", max_model_len=96, admission="optimistic") as llm:
         outputs = llm.generate(case.prompts, greedy_params(NUM_TOKENS, VOCAB), adapter=case.names)
         stats = llm.stats()
     assert stats.adapter_evictions + stats.preemptions > 0, "the pool was large enough for everything"

@@ -120,8 +120,23 @@ def test_it_gives_the_tokens_of_the_cpu_s_runner(folder, overlap, max_graphs):
     assert_same(found, expected)
     stats = parts.runner.stats()
     assert (stats.num_graph_steps > 0) == (max_graphs > 0)
-    assert stats.num_captures == device.num_captures
+    assert (stats.num_captures > 0) == (device.num_captures > 0) == (max_graphs > 0)
+    assert not stats.num_piecewise_steps or max_graphs
     assert 0 < stats.num_mixed_steps < stats.num_steps
+
+
+def test_small_mixed_steps_run_in_pieces_and_change_no_token(folder):
+    """Prompts come one by one while others decode: most mixed steps have fewer rows than there are seats."""
+    wanted = [
+        ([3 + i] * 3, SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True), adapter)
+        for i, adapter in enumerate([None, "a1", "a4", None, "a9", "a1", None, "a4", None, None, "a9", None])
+    ]
+    settings = {"max_num_seqs": 8, "max_batch_tokens": 8}
+    expected, _ = answers(build_engine(folder, config(**settings)), wanted)
+    parts = on_host_device(build_engine(folder, config(**settings)))
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    assert parts.runner.stats().num_piecewise_steps >= 3
 
 
 def test_a_pool_that_evicts_and_preempts_changes_no_token(folder):
@@ -130,7 +145,7 @@ def test_a_pool_that_evicts_and_preempts_changes_no_token(folder):
         for i, adapter in enumerate([None, "a1", "a4", None, "a9", None])
     ]
     expected, _ = answers(build_engine(folder, config()), wanted)
-    found, stats = answers(on_host_device(build_engine(folder, config(memory=47 * 3072, max_model_len=40))), wanted)
+    found, stats = answers(on_host_device(build_engine(folder, config(memory=47 * 3072, max_model_len=40, admission="optimistic"))), wanted)
     assert_same(found, expected)
     assert stats.preemptions
     assert stats.adapter_evictions

@@ -264,22 +264,48 @@ def test_a_request_that_comes_back_for_an_adapter_under_withdrawal_gets_it() -> 
     assert RequestFinished("r1") in run(system)
 
 
-def test_a_fetch_for_somebody_who_has_fallen_behind_does_not_keep_the_first_in_line_waiting() -> None:
-    """One adapter may be on its way at a time: that of a sequence which lost its place to one that was preempted."""
-    system = FakeSystem(
-        {"a": 1, "b": 1}, num_pages=8, page_tokens=2, max_num_seqs=2, max_batch_tokens=8, loads=LoadLimits(max_loads=1)
-    )
-    submit(system, "first", None, 14)
-    submit(system, "second", "a", 12)
-    steps(system, 4)
-    submit(system, "third", "b", 2)
-    system.images.on_disk.update(system.adapters)
-    events = steps(system, 40)
-    assert system.scheduler.num_preemptions > 0
-    for _ in range(60):
-        system.images.finish_fetches()
-        events += steps(system, 1)
-    assert {event.request_id for event in events if isinstance(event, RequestFinished)} == {"first", "second", "third"}
+def test_a_fetch_whose_first_waiter_has_gone_does_not_keep_those_ahead_of_the_next_one_waiting() -> None:
+    """One adapter may be on its way at a time, and one sequence is in reach of a seat."""
+    system = FakeSystem({"a": 1, "b": 1}, max_num_seqs=1, loads=LoadLimits(max_loads=1))
+    system.images.on_disk.add("b")
+    submit(system, "one", "b")
+    steps(system, 1)
+    submit(system, "two", "a")
+    submit(system, "three", "b")
+    system.engine.abort("one")
+    assert RequestFinished("two") in steps(system, 20)
+    system.images.finish_fetches()
+    assert RequestFinished("three") in run(system)
+
+
+def test_an_adapter_is_sent_for_when_a_seat_is_in_reach_and_not_before() -> None:
+    """One seat is free, and groups are of three: nobody starts. Two are ahead of the one whose adapter is cold."""
+    system = FakeSystem({"a": 1}, num_pages=64, max_num_seqs=4, refill_seats=3, loads=LoadLimits(prefetch_loads=0))
+    for i in range(3):
+        submit(system, f"runs{i}", None, 12)
+    steps(system, 2)
+    for i in range(2):
+        submit(system, f"ahead{i}")
+    submit(system, "cold", "a")
+    steps(system, 5)
+    assert loads(system) == []
+    run(system)
+    assert loads(system) == ["a"]
+
+
+def test_an_adapter_that_somebody_ahead_waits_for_is_not_evicted_for_somebody_behind() -> None:
+    system = FakeSystem({"a": 3, "b": 3}, num_pages=7, page_tokens=16, max_num_seqs=4, refill_seats=3)
+    submit(system, "warm-up", "a", 1)
+    run(system)
+    for i in range(2):
+        submit(system, f"runs{i}", None, 20)
+    steps(system, 2)
+    submit(system, "ahead", "a", 1)  # held back, for two seats are free and groups are of three
+    submit(system, "behind", "b", 1)
+    steps(system, 5)
+    assert system.residency.resident() == ("a",)
+    assert loads(system) == ["a"]
+    assert {event.request_id for event in run(system) if isinstance(event, RequestFinished)} >= {"ahead", "behind"}
 
 
 # ------------------------------------------------------------------ reasons

@@ -20,6 +20,7 @@ from interleaf.core import (
 )
 from interleaf.errors import EngineDead
 from interleaf.memory.allocator import OwnerKind
+from interleaf.scheduler.admission import Conservative
 from interleaf.scheduler.sequence import WaitReason
 from tests.support.fake_engine import EOS, FakeRunner, FakeSystem, expected_tokens
 
@@ -269,6 +270,24 @@ def test_under_load_prompts_are_computed_in_groups_of_refill_seats(lookahead: in
         assert first == 6, "an idle system starts whom it can"
         assert all(count >= refill for count in groups)
     assert mixed[3] * 2 <= mixed[1]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_where_pages_are_short_prompts_are_computed_in_groups_too(lookahead: int) -> None:
+    mixed = {}
+    for refill in (1, 4):
+        # Seats for 16, pages for about 8: half the seats, so a group is half of refill_seats.
+        system = FakeSystem(
+            num_pages=48, max_num_seqs=16, max_batch_tokens=64, lookahead=lookahead, refill_seats=refill,
+            admission=Conservative(),
+        )  # fmt: skip
+        for i in range(40):
+            system.engine.submit(request(f"r{i}", (1, 2), 16 + i % 5), frozenset(), seed=i)
+        tokens, _ = run(system)
+        for i in range(40):
+            assert tokens[f"r{i}", 0] == expected_tokens(None, i, (1, 2), 16 + i % 5, ignore_eos=True)
+        mixed[refill] = len([plan for plan in system.runner.plans if plan.start])
+    assert mixed[4] < mixed[1]
 
 
 def test_at_low_load_a_prompt_is_computed_at_once() -> None:

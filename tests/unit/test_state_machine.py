@@ -190,6 +190,7 @@ class ServingMachine(RuleBasedStateMachine):
         system = self.system
         system.allocator.check()
         system.prefixes.check()
+        system.residency.check()
         assert system.scheduler.num_running <= system.max_num_seqs
         assert len(system.prefixes) == system.allocator.num_used_pages(OwnerKind.PREFIX)
         used = sum(system.allocator.num_used_pages(kind) for kind in OwnerKind)

@@ -285,6 +285,16 @@ class Residency:
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
+    def check(self) -> None:
+        """Assert that the accounts agree with the adapters. Costs a walk over those in the pool."""
+        busy = awaited = 0
+        for entry in self._pooled.values():
+            is_idle = entry.state is AdapterState.RESIDENT and entry.users == 0
+            busy += 0 if is_idle else len(entry.pages)
+            awaited += len(entry.pages) if is_idle and entry.waiters else 0
+            assert (entry.ticket is not None) == (is_idle and not entry.waiters), f"adapter {entry.uid}"
+        assert (busy, awaited) == (self.num_busy_pages, self._num_awaited_pages)
+
     def _entry(self, uid: AdapterUid) -> _Adapter:
         entry = self._known.get(uid)
         if entry is None:

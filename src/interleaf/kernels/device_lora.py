@@ -188,11 +188,13 @@ class DeviceLora:
 
     def _cast(self, mould: Mould, table: SchemeTable) -> _Cast:
         """A mould's launches, in tables with room for the largest of all moulds."""
-        rows, places = self._max_rows, len(table.layouts.share)
+        # A mould has room for as many rows as its bucket, which the last bucket has more of than any step.
+        rows, places = 1 << (self._max_rows - 1).bit_length(), len(table.layouts.share)
         records = int(table.most.sum((1, 2)).max()) * rows
         tables = self._reserve(self._table_ints(rows, places), records, (table.v_stride + 3) * rows)
         ends = mould.records.cumsum().reshape(mould.records.shape)
         starts = ends - mould.records
+        assert ends[-1, -1] <= len(tables.tables.records), f"{ends[-1, -1]} records in a table of {records}"
         of_place = []
         for p, (in_features, out_features) in enumerate(table.ends.tolist()):
             launches = [

@@ -22,6 +22,7 @@ from torch.nn.functional import embedding
 from interleaf.attention import StepAttention
 from interleaf.core import LoraGroup, ModelSpec
 from interleaf.kernels import LoraWork, lora_add
+from interleaf.kernels.rotary import RopeAngles
 from interleaf.model.layers import Linear
 from interleaf.model.loading import NamedTensors, TensorReader
 from interleaf.model.ops import HeadNorm, Norm, RowOps, choose_row_ops
@@ -138,32 +139,66 @@ class Transformer:
         Args: pool: the whole pool's tensor, where the adapters of `batch.lora` lie.
         Returns: logits of the sampled rows, [S, vocabulary], in the model's dtype.
         """
-        lora, attention, head_dim = batch.lora, batch.attention, self.spec.head_dim
-        angles = self._rope.angles(batch.positions)
-        h = embedding(batch.token_ids, self._embed)
-        x = self.layers[0].input_norm(h)
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(x)
-            if lora is not None:
-                lora_add(x, qkv, pool, lora, LoraGroup.QKV, i)
-            qkv = qkv.view(qkv.shape[0], -1, head_dim)
-            if layer.qk_norm is not None:
-                layer.qk_norm.in_place(qkv[:, : self._qk_heads])
-            x = attention.forward(i, qkv, angles)
-            y = layer.o(x)
-            if lora is not None:
-                lora_add(x, y, pool, lora, LoraGroup.O, i)
+        lora, attention = batch.lora, batch.attention
+        angles = self.angles(batch.positions)
+        h = self.embed(batch.token_ids)
+        found = self.first_qkv(h, pool, lora)
+        for i in range(len(self.layers)):
+            found = self.after_attention(i, attention.forward(i, found, angles), h, pool, lora)
+        return self.logits(found, h, batch.sampled)
 
-            x = layer.mlp_norm.add(y, h)
-            gate_up = layer.gate_up(x)
-            if lora is not None:
-                lora_add(x, gate_up, pool, lora, LoraGroup.GATE_UP, i)
-            x = self._swiglu(gate_up)
-            y = layer.down(x)
-            if lora is not None:
-                lora_add(x, y, pool, lora, LoraGroup.DOWN, i)
-            if i + 1 < len(self.layers):
-                x = self.layers[i + 1].input_norm.add(y, h)
-        if batch.sampled is not None:
-            y, h = y.index_select(0, batch.sampled), h.index_select(0, batch.sampled)
+    # ------------------------------------------------------------------ what `forward` is made of, between attentions
+
+    def angles(self, positions: torch.Tensor) -> RopeAngles:
+        """The rotations of rows.   Args: positions: [T] int64."""
+        return self._rope.angles(positions)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """h, the residual stream: [T, hidden].   Args: token_ids: [T] int64."""
+        return embedding(token_ids, self._embed)
+
+    def first_qkv(self, h: torch.Tensor, pool: torch.Tensor, lora: LoraWork | None) -> torch.Tensor:
+        """q, k and v of layer 0, not rotated: [T, heads + 2 * kv_heads, head_dim]."""
+        return self._qkv(0, self.layers[0].input_norm(h), pool, lora)
+
+    def after_attention(
+        self, i: int, x: torch.Tensor, h: torch.Tensor, pool: torch.Tensor, lora: LoraWork | None
+    ) -> torch.Tensor:
+        """The rest of layer i, and the next layer up to its attention.
+
+        Args:
+            x: [T, heads * head_dim], what layer i's attention found.
+            h: [T, hidden]; changed in place.
+        Returns: q, k and v of layer i + 1; behind the last layer what is still to be added to h, [T, hidden].
+        """
+        layer = self.layers[i]
+        y = layer.o(x)
+        if lora is not None:
+            lora_add(x, y, pool, lora, LoraGroup.O, i)
+        x = layer.mlp_norm.add(y, h)
+        gate_up = layer.gate_up(x)
+        if lora is not None:
+            lora_add(x, gate_up, pool, lora, LoraGroup.GATE_UP, i)
+        x = self._swiglu(gate_up)
+        y = layer.down(x)
+        if lora is not None:
+            lora_add(x, y, pool, lora, LoraGroup.DOWN, i)
+        if i + 1 == len(self.layers):
+            return y
+        return self._qkv(i + 1, self.layers[i + 1].input_norm.add(y, h), pool, lora)
+
+    def logits(self, y: torch.Tensor, h: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
+        """Logits of the sampled rows, [S, vocabulary]; None = of all.   Args: y: what is still to be added to h."""
+        if sampled is not None:
+            y, h = y.index_select(0, sampled), h.index_select(0, sampled)
         return self.head(self.norm.add(y, h))
+
+    def _qkv(self, i: int, x: torch.Tensor, pool: torch.Tensor, lora: LoraWork | None) -> torch.Tensor:
+        layer = self.layers[i]
+        qkv = layer.qkv(x)
+        if lora is not None:
+            lora_add(x, qkv, pool, lora, LoraGroup.QKV, i)
+        qkv = qkv.view(qkv.shape[0], -1, self.spec.head_dim)
+        if layer.qk_norm is not None:
+            layer.qk_norm.in_place(qkv[:, : self._qk_heads])
+        return qkv

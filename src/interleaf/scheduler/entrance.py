@@ -60,6 +60,7 @@ class Entrance:
         self._evicted: list[AdapterUid] = []
         self._step = 0
         self._group_is_cut = False
+        self._reopens_at = 0  # free seats from which on it is tried again, since pages ran out
         # Of the last plan: why nobody else was started, why no other adapter was sent for, and how many were passed
         # over for reasons of their own.
         self._closed_by: WaitReason | None = None
@@ -103,12 +104,14 @@ class Entrance:
         self._step = draft.step
         self._passed_over.clear()
         self._loads.begin_plan(draft.now_s)
-        closed = WaitReason.SEATS if self._holds_back() else None
+        held = closed = self._held_by()
         self._group_is_cut = False
         if len(self._waiting):
             closed = self._walk(draft, num_committed, closed)
             self._waiting.end_pass()
         self._closed_by = closed
+        if held is None:
+            self._reopens_at = self._seats.num_free + self._group if closed is WaitReason.PAGES else 0
         if closed is WaitReason.PAGES:
             self._unsent_by = closed
         else:
@@ -156,14 +159,27 @@ class Entrance:
                 self._passed_over[wait] += 1
             num_left -= 1
 
-    def _holds_back(self) -> bool:
-        """Whether too few seats are free to start anybody. A group that the token budget has cut is started whole.
+    def _held_by(self) -> WaitReason | None:
+        """What there is too little of to start a group. A group that the token budget has cut is started whole.
 
         A draining sequence gives its seat back with the next commit, so it counts neither as decoding nor as a reason
-        to start without it.
+        to start without it. Where pages ran out, seats tell when to try again: pages come back with them.
         """
         free = self._seats.num_free
-        return 0 < free < self._refill_seats and bool(self._seats.decode_rows[0]) and not self._group_is_cut
+        if not self._seats.decode_rows[0] or self._group_is_cut:
+            return None
+        if 0 < free < self._refill_seats:
+            return WaitReason.SEATS
+        return WaitReason.PAGES if free < self._reopens_at else None
+
+    @property
+    def _group(self) -> int:
+        """Sequences that must end before others start, when pages have run out: the same share of those that run as
+        `refill_seats` is of all seats; 0 if prompts are not computed in groups.
+        """
+        if self._refill_seats == 1:
+            return 0
+        return max(1, self._refill_seats * len(self._seats) // self._seats.num_seats)
 
     def _send_for(self, draft: Draft, seq: Sequence, uid: AdapterUid, is_ahead: bool) -> Sent:
         """See to it that an adapter comes to the pool.

@@ -1,4 +1,4 @@
-"""Captured decode steps, by what they hold. Knows keys and counts; not what a step computes.
+"""Captured steps, by what they hold. Knows keys and counts; not what a step computes.
 
 A graph is good for every step of the same key: as many padded rows, the same LoRA launches, the same way to sample.
 What differs between such steps is in buffers that the graph reads.
@@ -10,14 +10,14 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
-from interleaf.engine.cuda.device import Device, Graph
+Key = tuple[Hashable, ...]
+"""Of a decode step: rows, LoRA launches, way to sample. Of one in pieces: "pieces", rows, LoRA launches."""
 
-Key = tuple[int, Hashable, Hashable]
-"""Rows, LoRA launches, way to sample."""
+Captured = TypeVar("Captured")
 
 
 def decode_capacities(max_rows: int) -> tuple[int, ...]:
@@ -33,16 +33,8 @@ def decode_capacities(max_rows: int) -> tuple[int, ...]:
     return (*(c for c in found if c < max_rows), max_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A graph, and where a replay leaves its result."""
-
-    graph: Graph
-    result: torch.Tensor
-
-
-class GraphCache:
-    """The graphs that have been captured, the least recently used leaving first.
+class GraphCache(Generic[Captured]):
+    """What has been captured, the least recently used leaving first.
 
     A key is captured when it is met for the second time: the first step of a key runs kernel by kernel, which also
     compiles what is not compiled yet, and many a rare key never comes again.
@@ -54,12 +46,12 @@ class GraphCache:
         num_captures, capture_seconds: so far.
     """
 
-    def __init__(self, device: Device, max_rows: int, max_graphs: int) -> None:
+    def __init__(self, max_rows: int, max_graphs: int) -> None:
         self.capacities = decode_capacities(max_rows)
-        self._device = device
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._met: set[Key] = set()
+        self._refused: set[Key] = set()
         self.num_captures = 0
         self.capture_seconds = 0.0
 
@@ -84,12 +76,23 @@ class GraphCache:
         self._met.add(key)
         return False
 
-    def capture(self, key: Key, run: Callable[[], torch.Tensor]) -> Captured:
-        """Capture what `run` enqueues. Everything it launches must have been compiled."""
+    def keep(self, key: Key, capture: Callable[[], Captured]) -> Captured | None:
+        """Capture a key and keep it. Everything that it launches must have been compiled.
+
+        Others leave only afterwards: memory that graphs share would be given up with the last of them.
+        Returns: None if there is no memory for it, and from then on: steps of that key go on kernel by kernel.
+        """
+        if key in self._refused:
+            return None
         began = time.perf_counter()
-        while len(self._graphs) >= self._max_graphs:
+        try:
+            captured = self._graphs[key] = capture()
+        except torch.OutOfMemoryError:
+            self._refused.add(key)
+            return None
+        finally:
+            self.capture_seconds += time.perf_counter() - began
+        while len(self._graphs) > self._max_graphs:
             self._graphs.popitem(last=False)
-        captured = self._graphs[key] = Captured(*self._device.capture(run))
         self.num_captures += 1
-        self.capture_seconds += time.perf_counter() - began
         return captured

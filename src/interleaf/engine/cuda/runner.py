@@ -3,7 +3,8 @@
     host    | plan k+1 | launch k+1: stage, send, replay | wait for k's tokens, commit k | plan k+2 | ...
     device  |      ... step k ...              | step k+1 ...
 
-A step of decode rows replays a captured graph; any other is launched kernel by kernel. Nothing here waits for the
+A step of decode rows replays a captured graph; one with few prompt tokens besides a graph per layer (`pieces`); any
+other is launched kernel by kernel, which for so many rows takes less time than computing. Nothing here waits for the
 device but `CudaStepHandle.result`, and the engine asks for that only when the next step is under way.
 """
 
@@ -18,9 +19,10 @@ import torch
 from interleaf.adapters.copy import LoadReport, StreamCopier
 from interleaf.attention.device import DeviceAttention
 from interleaf.core import AdapterUid, PooledLayout, StepPlan, StepResult
-from interleaf.engine.cuda.device import Device, Event
+from interleaf.engine.cuda.device import Device, Event, Graph
 from interleaf.engine.cuda.graphs import GraphCache
 from interleaf.engine.cuda.inputs import DeviceInputs, Rows
+from interleaf.engine.cuda.pieces import CapturedPieces, PiecewiseForward
 from interleaf.engine.cuda.staging import Staging
 from interleaf.engine.device_sampler import DeviceSampler, PendingSample, SamplingKind
 from interleaf.errors import EngineDead
@@ -34,8 +36,8 @@ class RunnerStats:
     """Totals since the start.
 
     Attributes:
-        num_steps: with rows.   num_graph_steps: of them, those that replayed a graph.
-        num_mixed_steps: of them, those with prompt chunks.
+        num_steps: with rows.   num_graph_steps: of them, those that replayed one graph.
+        num_mixed_steps: of them, those with prompt chunks.   num_piecewise_steps: of these, those that ran in pieces.
         num_captures, capture_seconds: of graphs.
         launch_seconds: host time in `launch`.   wait_seconds: host time spent waiting for the device.
     """
@@ -43,10 +45,19 @@ class RunnerStats:
     num_steps: int = 0
     num_graph_steps: int = 0
     num_mixed_steps: int = 0
+    num_piecewise_steps: int = 0
     num_captures: int = 0
     capture_seconds: float = 0.0
     launch_seconds: float = 0.0
     wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """A captured decode step, and where a replay leaves its result."""
+
+    graph: Graph
+    result: torch.Tensor
 
 
 class CudaStepHandle:
@@ -122,16 +133,23 @@ class CudaRunner:
             num_seats, pool.geometry.page_tokens, max_pages, pool.num_pages - 1, device.torch_device
         )
         self._staging = Staging(device, DeviceInputs.staged_bytes(num_seats, max_rows, max_pages))
-        self._graphs = GraphCache(device, num_seats, max_graphs) if max_graphs else None
+        self._graphs: GraphCache[_Decode] | None = None
+        self._mixed_graphs: GraphCache[CapturedPieces] | None = None
+        if max_graphs:
+            self._graphs = GraphCache(num_seats, max_graphs)
+            self._mixed_graphs = GraphCache(num_seats, -(-max_graphs // 4))
+            self._pieces = PiecewiseForward(device, model, pool.data, num_seats)
         self._tokens = [device.pinned(8 * num_seats).view(torch.int64) for _ in range(2)]
+        self._not_loaded: set[AdapterUid] = set()  # whose load has failed, and whose pages are to be given back yet
         self._stats = RunnerStats()
         self._failure: BaseException | None = None
+        device.synchronize()  # what was made up to here was filled on whatever stream was current
 
     def stats(self) -> RunnerStats:
         """Totals since the start; the object goes on counting."""
-        if self._graphs is not None:
-            self._stats.num_captures = self._graphs.num_captures
-            self._stats.capture_seconds = self._graphs.capture_seconds
+        graphs = [cache for cache in (self._graphs, self._mixed_graphs) if cache is not None]
+        self._stats.num_captures = sum(cache.num_captures for cache in graphs)
+        self._stats.capture_seconds = sum(cache.capture_seconds for cache in graphs)
         return self._stats
 
     def launch(self, plan: StepPlan) -> CudaStepHandle:
@@ -201,7 +219,10 @@ class CudaRunner:
             return CudaStepHandle(None, _nothing, self._stats)
         self._stats.num_steps += 1
         self._stats.num_mixed_steps += bool(plan.chunks)
-        tokens, pending = self._eager(plan) if plan.chunks or self._graphs is None else self._decode(plan, self._graphs)
+        if self._graphs is None or plan.chunks:
+            tokens, pending = self._mixed(plan)
+        else:
+            tokens, pending = self._decode(plan, self._graphs)
         return self._read_back(plan, tokens, pending)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -210,10 +231,14 @@ class CudaRunner:
             self._inputs.vacate(seat)
             self._sampler.vacate(seat)
         for uid in plan.evict:
-            self._lora.remove(uid)
+            if uid not in self._not_loaded:
+                self._lora.remove(uid)
+            self._not_loaded.discard(uid)
         for load in plan.load:
             layout = self._copier.copy(load)
-            if layout is not None:
+            if layout is None:
+                self._not_loaded.add(load.uid)
+            else:
                 self._lora.add(load.uid, layout, load.pages)
         for start in plan.start:
             self._inputs.start(start)
@@ -228,7 +253,7 @@ class CudaRunner:
         self._staging.send()
         self._inputs.apply_table_changes(changes)
 
-    def _decode(self, plan: StepPlan, graphs: GraphCache) -> tuple[torch.Tensor | None, PendingSample | None]:
+    def _decode(self, plan: StepPlan, graphs: GraphCache[_Decode]) -> tuple[torch.Tensor | None, PendingSample | None]:
         num_rows = len(plan.decode)
         capacity = graphs.capacity(num_rows)
         rows = self._inputs.decode_rows(plan, capacity, self._num_seats, self._staging)
@@ -255,7 +280,7 @@ class CudaRunner:
         key = (capacity, _lora_key(lora), kind)
         captured = graphs.find(key)
         if captured is None and graphs.is_due(key):
-            captured = graphs.capture(key, run)
+            captured = graphs.keep(key, lambda: _Decode(*self._device.capture(run)))
         if captured is None:
             result = run()
         else:
@@ -266,28 +291,41 @@ class CudaRunner:
             return None, self._sampler.sample_outside(result[:num_rows], plan.decode, rows.seats[:num_rows])
         return result[:num_rows], None
 
-    def _eager(self, plan: StepPlan) -> tuple[torch.Tensor | None, PendingSample | None]:
+    def _mixed(self, plan: StepPlan) -> tuple[torch.Tensor | None, PendingSample | None]:
         rows = self._inputs.rows(plan, self._staging)
-        lora = self._lora.plan(rows.segments, graph=False)
+        in_pieces = self._mixed_graphs is not None and plan.num_tokens <= self._pieces.max_rows
+        lora = self._lora.plan(rows.segments, graph=in_pieces)
         kind = self._sampler.kind(plan.sampled_seats)
         self._sampler.flush()
         self._send()
         attention = self._attention.prepare(rows.device)
         if lora is not None:
             lora.upload()
-        batch = Batch(
-            token_ids=self._token_ids(rows),
-            positions=rows.device.positions,
-            attention=attention,
-            sampled=rows.sampled,
-            lora=None if lora is None else lora.work,
-        )
-        logits = self._model.forward(batch, self._pool.data)
+        work = None if lora is None else lora.work
+        token_ids = self._token_ids(rows)
+        captured = self._captured_pieces(plan.num_tokens, lora) if in_pieces else None
+        if captured is not None:
+            self._stats.num_piecewise_steps += 1
+            logits = self._pieces.run(captured, token_ids, rows.device.positions, attention, rows.sampled)
+        else:
+            batch = Batch(token_ids, rows.device.positions, attention, rows.sampled, work)
+            logits = self._model.forward(batch, self._pool.data)
         if not plan.sampled_seats:
             return None, None
         if kind is SamplingKind.OUTSIDE:
             return None, self._sampler.sample_outside(logits, plan.sampled_seats, rows.sampled_seats)
         return self._sampler.choose(logits, rows.sampled_seats, kind), None
+
+    def _captured_pieces(self, num_rows: int, lora: LoraStep | None) -> CapturedPieces | None:
+        graphs = self._mixed_graphs
+        assert graphs is not None
+        capacity = self._pieces.capacity(num_rows)
+        key = ("pieces", capacity, _lora_key(lora))
+        captured = graphs.find(key)
+        if captured is None and graphs.is_due(key):
+            work = None if lora is None else lora.work
+            captured = graphs.keep(key, lambda: self._pieces.capture(capacity, work))
+        return captured
 
     def _token_ids(self, rows: Rows) -> torch.Tensor:
         last = self._sampler.last_token.index_select(0, rows.seats[: rows.device.num_decode])

@@ -19,6 +19,7 @@ _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4)
 _RANKS = (16, 64)
 _ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
 _PROMPT_TOKENS = 256
+_MIXED_ROWS = 64
 
 
 class WarmUp:
@@ -60,9 +61,14 @@ class WarmUp:
     def _parts(self) -> Iterator[Callable[[], None]]:
         yield self._runner.warm_sampler
         yield lambda: self._prefill([])
-        for capacity in reversed(self._runner.capacities):
+        capacities = self._runner.capacities
+        for capacity in reversed(capacities):
             for params in (_GREEDY, _FILTERED):
                 yield lambda n=capacity, p=params: self._decode(n, [], p)  # type: ignore[misc]
+        for rows in range(
+            _MIXED_ROWS, 1 + min(self._num_seats, self._max_model_len - 1) * bool(capacities), _MIXED_ROWS
+        ):
+            yield lambda n=rows: self._mixed(n)  # type: ignore[misc]
         for rank in _RANKS:
             uids = self._adapters(rank)
             if uids:
@@ -87,6 +93,11 @@ class WarmUp:
         length = min(_PROMPT_TOKENS, self._max_model_len - 1, self._max_rows)
         count = max(1, min(self._num_seats, self._max_rows // length))
         self._start(count, length, [uids[i // 2] if uids else None for i in range(count)], _GREEDY)
+
+    def _mixed(self, rows: int) -> None:
+        """Twice a step of so many prompt rows: once launched kernel by kernel, once captured and run in pieces."""
+        for _ in range(2):
+            self._start(1, rows, [None], _GREEDY)
 
     def _decode(self, count: int, uids: Sequence[AdapterUid], params: SamplingParams, each: int = 1) -> None:
         """Twice the same decode step: once launched kernel by kernel, once captured and replayed."""
