@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -144,14 +144,37 @@ def study(num_requests: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
 # ---------------------------------------------------------------- as a page
 
 
-def _change(row: dict[str, Any], before: dict[str, Any] | None) -> str:
-    """What an addition does to tokens/s and mean TTFT, against the row before it."""
-    if before is None:
-        return ""
-    tokens = row["median"]["output_tokens_s"] / before["median"]["output_tokens_s"] - 1
-    ttft = row["median"]["ttft_mean_s"] / before["median"]["ttft_mean_s"] - 1
-    verdict = "**worse**" if tokens < -NEUTRAL or ttft > NEUTRAL else ""
-    return f"{tokens:+.1%}, {ttft:+.1%} {verdict}".strip()
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an addition does to a row, as shares of the row before it."""
+
+    tokens: float
+    ttft: float
+
+    @property
+    def is_loss(self) -> bool:
+        """More than what counts as neutral, on either figure."""
+        return self.tokens < -NEUTRAL or self.ttft > NEUTRAL
+
+    def __str__(self) -> str:
+        return f"{self.tokens:+.1%}, {self.ttft:+.1%}" + " **worse**" * self.is_loss
+
+
+def changes(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Change | None]]:
+    """Each row, and what its addition does; None for the first policy."""
+    before: dict[str, Any] = {}
+    for row in rows:
+        of = row["median"]
+        is_first = row["policy"] == next(iter(POLICIES))
+        yield (
+            row,
+            None
+            if is_first
+            else Change(
+                of["output_tokens_s"] / before["output_tokens_s"] - 1, of["ttft_mean_s"] / before["ttft_mean_s"] - 1
+            ),
+        )
+        before = of
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -160,18 +183,14 @@ def _table(rows: Iterable[dict[str, Any]]) -> list[str]:
         "| prefetched, unused | preempted | against the row above: tokens/s, mean TTFT |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    before = None
-    for row in rows:
-        if row["policy"] == next(iter(POLICIES)):
-            before = None
+    for row, change in changes(rows):
         of = row["median"]
         ms = [f"{of[key] * 1e3:,.1f}" for key in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")]
         lines.append(
             f"| {row['adapter_bytes_over_room']} | {row['policy']} | {of['output_tokens_s']:,.0f} | {' | '.join(ms)} "
             f"| {of['hit_rate']:.1%} | {of['reloads']:,.0f} | {of['prefetches']:,.0f}, {of['prefetched_unused']:,.0f} "
-            f"| {of['preemptions']:,.0f} | {_change(row, before)} |"
+            f"| {of['preemptions']:,.0f} | {'' if change is None else change} |"
         )
-        before = row
     return lines
 
 
@@ -210,7 +229,22 @@ def page(found: dict[str, Any]) -> str:
             *_table(row for row in rows if row["workload"] == name),
             "",
         ]
-    lines += ["## Twice as many adapters as fit", ""]
+    lines += ["## Losses", ""]
+    told = [(row, change) for row, change in changes(rows) if change is not None]
+    losses = [(row, change) for row, change in told if change.is_loss]
+    for row, change in losses:
+        lines.append(f"- {row['workload']}, {row['adapter_bytes_over_room']} times, {row['policy']}: {change}")
+    if not losses:
+        lines.append(f"No addition costs more than {NEUTRAL:.0%} of tokens/s or mean TTFT in any row.")
+    lines += [
+        "",
+        f"The worst of {len(told)} rows: tokens/s {min(change.tokens for _, change in told):+.1%}, mean TTFT "
+        f"{max(change.ttft for _, change in told):+.1%}. The best: {max(change.tokens for _, change in told):+.1%} and "
+        f"{min(change.ttft for _, change in told):+.1%}.",
+        "",
+        "## Twice as many adapters as fit",
+        "",
+    ]
     for name in WORKLOADS:
         one, two = mean_ttft(name, 1), mean_ttft(name, 2)
         lines.append(f"- {name}, {last}: mean TTFT {two * 1e3:.1f} ms, {two / one:.2f} times that of all-fits")

@@ -23,8 +23,8 @@ from interleaf.sim.workload import draw
 from interleaf.sim.world import Settings, build_world
 
 NUM_ADAPTERS = 10_000
-RATE = 150.0
-"""Requests a second: what this machine can just serve, so that the seats are taken and the queue stays short."""
+RATE = 122.0
+"""Requests a second: 1 % below what this machine can serve, so that seats are taken and the queue stays short."""
 
 
 def main() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+"""Upper bounds of the classes in which loads are counted by the time they took."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
@@ -12,7 +15,7 @@ class PoolStats:
     Attributes:
         kv_pages: of one sequence each.
         prefix_pages: of the prefix cache: shared by sequences that run, or kept for those to come.
-        peak_kv_pages, peak_adapter_pages: the most at any one time, each by itself.
+        peak_kv_pages, peak_adapter_pages, peak_prefix_pages: the most at any one time, each by itself.
         page_bytes: bytes of one page, over all layers.
     """
 
@@ -24,6 +27,7 @@ class PoolStats:
     peak_adapter_pages: int
     page_bytes: int
     prefix_pages: int = 0
+    peak_prefix_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,9 @@ class EngineStats:
         preemptions: sequences that lost their seat and were computed again.
         prefix_hit_tokens, prefix_miss_tokens: known tokens of sequences that started, by whether their KV was found in
             the prefix cache; both 0 without one.
+        load_counts: loads by the first of LOAD_BOUNDS_S that is not below the time from sending for the adapter, to the
+            disk if it must be, until it was in the pool; one more for those beyond.   load_s: the sum of the times.
+        adapter_pages: pages of every adapter in the pool, by one of its names.
     """
 
     pool: PoolStats
@@ -64,3 +71,6 @@ class EngineStats:
     adapter_prefetches_unused: int = 0
     prefix_hit_tokens: int = 0
     prefix_miss_tokens: int = 0
+    load_counts: tuple[int, ...] = ()
+    load_s: float = 0.0
+    adapter_pages: dict[str, int] = field(default_factory=dict)

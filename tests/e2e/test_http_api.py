@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from interleaf.config import ServerConfig
-from interleaf.core import Event, FinishReason, RequestFinished, SamplingParams, TokenEvent
+from interleaf.core import Event, FinishReason, RequestFinished, TokenEvent
 from interleaf.engine.tokenizer import Tokenizer, load_tokenizer
 from interleaf.server.app import create_app
 from interleaf.server.errors import ApiError
@@ -150,7 +150,7 @@ def test_tokens_that_come_together_share_a_chunk_and_others_do_not(tokenizer: To
     class InBursts(NullEngine):
         """Says everything in as few words as its bursts are."""
 
-        async def generate(self, prompt_token_ids: Any, params: SamplingParams, adapter: str | None) -> Any:
+        async def generate(self, *asked: Any) -> Any:
             tokens = tokenizer.encode("The sea is wide.")
             last = len(tokens) - 1
             events: list[Event] = [

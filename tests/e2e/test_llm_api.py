@@ -337,7 +337,7 @@ def test_a_fetch_that_nobody_waits_for_any_more_does_not_hold_up_the_next(folder
         ({"adapters": {"x": "nowhere"}}, AdapterRejected, "nowhere"),
         ({"adapters": {"x": None}}, AdapterRejected, "x: its source must be a path or a text, got None"),
         ({"adapters": ["x"]}, ConfigError, r"adapters must be a mapping of names to paths, got \['x'\]"),
-        ({"memory": "900TiB"}, ConfigError, r"memory=\d+ bytes cannot be had on cpu"),
+        ({"memory": "900TiB"}, ConfigError, r"memory=\d+: a pool of \d+ bytes cannot be had on cpu"),
     ],
 )
 def test_an_engine_that_could_not_serve_does_not_start(

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from interleaf.core import SamplingParams
+from interleaf.core import Event, RequestWaiting, SamplingParams
+from interleaf.scheduler.sequence import WaitReason
+from interleaf.server.histogram import Histogram
+from interleaf.server.labels import AdapterCounts, AdapterLabels
 from interleaf.server.logs import ConsoleFormatter, JsonFormatter, configure_logging, log_fields
-from interleaf.server.metrics import AdapterLabels, Histogram, Metrics
+from interleaf.server.metrics import Metrics
 from interleaf.server.observed import ObservedEngine
 from interleaf.server.totals import Totals
 from tests.support.asynchronous import asynchronous
@@ -73,6 +79,21 @@ def test_requests_are_counted_by_end_tokens_and_adapter() -> None:
         assert value(samples, "adapter_generation_tokens_total", adapter="b") == 4
         assert value(samples, "adapter_prompt_tokens_total", adapter="b") == 3
         assert value(samples, "http_responses_total", status="200") == 5
+        # The fake engine: the first of an adapter waits 0.75 s, of which 0.25 for the load; all others 0.5 s.
+        assert value(samples, "request_queue_time_seconds_count") == 5
+        assert value(samples, "request_queue_time_seconds_sum") == 2 * 0.75 + 3 * 0.5
+        assert value(samples, "adapter_queue_time_seconds_count", adapter="a") == 3
+        assert value(samples, "adapter_queue_time_seconds_sum", adapter="a") == 0.75 + 2 * 0.5
+        assert value(samples, "adapter_queue_time_seconds_count", adapter="b") == 2, "sequences"
+        assert value(samples, "adapter_time_to_first_token_seconds_count", adapter="b") == 1, "requests"
+        assert 0 < value(samples, "adapter_time_to_first_token_seconds_sum", adapter="a")
+        assert value(samples, "adapter_lookups_total", adapter="a", found="miss") == 1
+        assert value(samples, "adapter_lookups_total", adapter="a", found="hit") == 2
+        assert value(samples, "adapter_lookups_total", adapter="a", found="late") == 0
+        assert value(samples, "adapter_used_load_seconds_count", adapter="a") == 1
+        assert value(samples, "adapter_used_load_seconds_sum", adapter="a") == 0.25
+        pages = [value(samples, "adapter_resident_pages", adapter=label) for label in ("a", "b", "other")]
+        assert pages == [12, 5, 3]
         assert value(samples, "http_responses_total", status="404") == 1
         assert value(samples, "http_responses_total", status="400") == 1
 
@@ -84,8 +105,22 @@ def test_what_the_engine_counts_is_shown_and_its_death_too() -> None:
         assert value(samples, "num_requests_running") == STATS.running_sequences
         assert value(samples, "num_requests_waiting") == STATS.waiting_sequences
         assert value(samples, "num_requests_waiting_by_reason", reason="pages") == 2
-        assert [value(samples, "pool_pages", owner=owner) for owner in ("kv", "adapter", "free")] == [30, 20, 50]
-        assert value(samples, "pool_usage_perc") == 0.5
+        assert value(samples, "num_requests_waiting_by_reason", reason="seats") == 3
+        for reason in set(WaitReason) - {WaitReason.PAGES, WaitReason.SEATS}:
+            assert value(samples, "num_requests_waiting_by_reason", reason=reason.value) == 0
+        owners = ("kv", "prefix", "adapter", "free")
+        assert [value(samples, "pool_pages", owner=owner) for owner in owners] == [30, 7, 20, 43]
+        assert [value(samples, "pool_peak_pages", owner=owner) for owner in owners[:3]] == [40, 17, 25]
+        assert value(samples, "pool_usage_perc") == pytest.approx(0.57)
+        assert value(samples, "adapter_load_seconds_bucket", le="60.0") == 0
+        assert value(samples, "adapter_load_seconds_bucket", le="120.0") == 5
+        assert value(samples, "adapter_load_seconds_count") == 5 + 3
+        assert value(samples, "adapter_load_seconds_sum") == STATS.load_s
+        assert value(samples, "adapter_late_prefetches_total") == STATS.adapter_late_prefetches
+        assert value(samples, "adapter_prefetches_total") == STATS.adapter_prefetches
+        assert value(samples, "adapter_prefetches_unused_total") == STATS.adapter_prefetches_unused
+        assert value(samples, "prefix_cache_queries_total") == STATS.prefix_hit_tokens + STATS.prefix_miss_tokens
+        assert value(samples, "prefix_cache_hits_total") == STATS.prefix_hit_tokens
         assert value(samples, "adapter_hits_total") == STATS.adapter_hits
         assert value(samples, "adapter_misses_total") == STATS.adapter_misses
         assert value(samples, "adapter_loads_total") == STATS.adapter_loads
@@ -157,6 +192,14 @@ def test_with_a_real_engine_pages_and_adapters_add_up(tmp_path: Path) -> None:
         assert value(samples, "pool_pages", owner="kv") == 0
         assert value(samples, "generation_tokens_total") == 15
         assert value(samples, "engine_computed_tokens_total") >= 15
+        pages = value(samples, "pool_pages", owner="adapter")
+        assert value(samples, "adapter_resident_pages", adapter="a") == pages
+        assert value(samples, "adapter_lookups_total", adapter="a", found="miss") == 1
+        assert value(samples, "adapter_lookups_total", adapter="a", found="hit") == 2
+        assert value(samples, "adapter_load_seconds_count") == 1
+        load_s = value(samples, "adapter_used_load_seconds_sum", adapter="a")
+        assert 0 < load_s == value(samples, "adapter_load_seconds_sum")
+        assert load_s <= value(samples, "adapter_queue_time_seconds_sum", adapter="a")
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -168,7 +211,7 @@ def test_adapters_beyond_the_cap_share_a_label_and_no_counter_ever_falls() -> No
     total = 0
     # Ten adapters; "a9" comes late and is by far the busiest.
     for adapter in [f"a{i}" for i in range(10)] * 5 + ["a9"] * 100 + ["a0"] * 7:
-        labels.add(adapter, 2, 3)
+        labels.add(adapter, AdapterCounts(1, 2, 3))
         total += 1
         now = {label: counts.requests for label, counts in labels.items()}
         assert len(now) <= 3 + 1
@@ -181,11 +224,11 @@ def test_adapters_beyond_the_cap_share_a_label_and_no_counter_ever_falls() -> No
 
 def test_with_a_cap_of_nothing_all_adapters_are_other_and_so_is_one_of_that_name() -> None:
     none = AdapterLabels(0)
-    none.add("a", 1, 1)
+    none.add("a", AdapterCounts(1))
     assert [label for label, _ in none.items()] == ["other"]
     one = AdapterLabels(1)
-    one.add("other", 1, 1)
-    one.add("a", 1, 1)
+    one.add("other", AdapterCounts(1))
+    one.add("a", AdapterCounts(1))
     assert [(label, counts.requests) for label, counts in one.items()] == [("a", 1), ("other", 1)]
 
 
@@ -233,17 +276,36 @@ def test_every_request_is_one_line_with_its_id_adapter_tokens_and_time_to_first_
     assert (health["level"], generation["level"]) == ("debug", "info")
 
 
+def test_a_request_that_waits_for_long_is_one_line_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    class Queueing(FakeEngine):
+        async def generate(self, *asked: Any) -> AsyncIterator[list[Event]]:
+            yield [RequestWaiting("request-0", 5.04, "pages")]
+            async for events in super().generate(*asked):
+                yield events
+
+    caplog.set_level(logging.INFO, logger="interleaf")
+    with serving(lambda: Queueing(("a",))) as (url, _):
+        headers = {"X-Request-Id": "mine-18"}
+        body = {"model": "a", "prompt": [1], "max_tokens": 2}
+        assert httpx.post(url + "/v1/completions", json=body, headers=headers).json()["usage"]["completion_tokens"] == 2
+        assert value(scrape(url), "adapter_requests_total", adapter="a") == 1
+    (record,) = [record for record in caplog.records if record.name == "interleaf.server.observed"]
+    entry = json.loads(JsonFormatter().format(record))
+    assert (entry["message"], entry["level"]) == ("request waits", "info")
+    assert (entry["request_id"], entry["adapter"], entry["waited_s"], entry["reason"]) == ("mine-18", "a", 5.0, "pages")
+
+
 def test_a_key_or_a_prompt_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     key = "a-secret-key-of-some-length"
     with serving(FakeEngine, api_key=(key,)) as (url, _):
         for given in (key, key + "-wrong"):
-            body = {"model": "base", "prompt": [191, 192, 193], "max_tokens": 2}
+            body = {"model": "base", "prompt": [191, 191, 191], "max_tokens": 2}
             httpx.post(url + "/v1/completions?token=abc", json=body, headers={"Authorization": f"Bearer {given}"})
     text = "\n".join(f"{record.getMessage()} {vars(record)}" for record in caplog.records if "interleaf" in record.name)
     assert text
     assert "a-secret" not in text
-    assert "191" not in text
+    assert not re.search(r"191,\s*191", text)
     assert "token=abc" not in text
 
 
@@ -289,7 +351,7 @@ def counting(requests: int, adapter: str = "a") -> Metrics:
     metrics.prompt_tokens += 10 * requests
     for _ in range(requests):
         metrics.first_token_s.observe(0.1)
-        metrics.adapters.add(adapter, 10, 3)
+        metrics.adapters.add(adapter, AdapterCounts(1, 10, 3))
     return metrics
 
 

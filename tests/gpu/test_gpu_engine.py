@@ -18,6 +18,8 @@ from interleaf.config import EngineConfig  # noqa: E402
 from interleaf.core import RequestFailed, SamplingParams, StreamOrder, TokenEvent  # noqa: E402
 from interleaf.engine.build import build_engine  # noqa: E402
 from interleaf.engine.client import InProcessClient  # noqa: E402
+from interleaf.engine.device_sampler import SamplingKind  # noqa: E402
+from interleaf.errors import AdapterLoadFailed  # noqa: E402
 from interleaf.kernels.device_lora import DeviceLora  # noqa: E402
 from tests.support.host_device import HostDevice  # noqa: E402
 from tests.support.host_runner import on_host_device  # noqa: E402
@@ -145,7 +147,9 @@ def test_a_pool_that_evicts_and_preempts_changes_no_token(folder):
         for i, adapter in enumerate([None, "a1", "a4", None, "a9", None])
     ]
     expected, _ = answers(build_engine(folder, config()), wanted)
-    found, stats = answers(on_host_device(build_engine(folder, config(memory=47 * 3072, max_model_len=40, admission="optimistic"))), wanted)
+    found, stats = answers(
+        on_host_device(build_engine(folder, config(memory=47 * 3072, max_model_len=40, admission="optimistic"))), wanted
+    )
     assert_same(found, expected)
     assert stats.preemptions
     assert stats.adapter_evictions
@@ -176,6 +180,64 @@ def test_a_load_that_takes_long_delays_only_its_own_request(folder):
     assert sum(isinstance(event, TokenEvent) for event in events) == 4
     assert {event.request_id for event in events} == {slow}
     client.close()
+
+
+def test_a_load_that_fails_fails_its_own_requests_and_may_be_tried_again(folder):
+    """Pages of a failed load are given back by an eviction of an adapter that the device never knew."""
+    parts = on_host_device(build_engine(folder, config()))
+    client = InProcessClient(parts)
+    client.add_adapter("a4", ADAPTERS["a4"])
+    image, attempts = parts.runner._copier._image, []
+
+    def breaks_once(uid):
+        attempts.append(uid)
+        if len(attempts) == 1:
+            raise AdapterLoadFailed(uid, "it is gone")
+        return image(uid)
+
+    parts.runner._copier._image = breaks_once
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    other, first = client.submit([5, 6, 7], params, None), client.submit([5, 6, 7], params, "a4")
+    events = []
+    while client.has_work:
+        events += client.poll()
+    (failed,) = (event for event in events if isinstance(event, RequestFailed))
+    assert "it is gone" in failed.reason
+    assert failed.request_id == first
+    assert sum(isinstance(event, TokenEvent) and event.request_id == other for event in events) == 12
+    again = client.submit([5, 6, 7], params, "a4")
+    events = []
+    while client.has_work:
+        events += client.poll()
+    assert sum(isinstance(event, TokenEvent) and event.request_id == again for event in events) == 12
+    client.close()
+
+
+def test_a_graph_for_which_there_is_no_memory_is_done_without(folder):
+    wanted = requests(14)
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    device = HostDevice()
+    asked = []
+
+    def refuse(run):
+        asked.append(run)
+        raise torch.OutOfMemoryError
+
+    device.capture = refuse
+    parts = on_host_device(build_engine(folder, config()), device=device)
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    assert asked
+    stats = parts.runner.stats()
+    assert stats.num_captures == stats.num_graph_steps == stats.num_piecewise_steps == 0
+
+
+def test_graphs_that_end_with_logits_leave_them_in_one_place(folder):
+    parts = on_host_device(build_engine(folder, config()))
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
+    answers(parts, [([3 + i] * 4, params, None) for i in range(6)])
+    assert any(key[2] is SamplingKind.OUTSIDE for key in parts.runner._graphs._graphs)
+    assert parts.runner._outside.shape == (6, VOCAB)
 
 
 def test_a_failed_step_fails_every_later_one(folder):

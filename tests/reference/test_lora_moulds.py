@@ -40,8 +40,8 @@ def layout(rank, targets=tuple(Module), layers=LAYERS):
     return PooledLayout((stream,), (0,) * layers + (None,) * (LAYERS - layers), -(-at // LANE), 0)
 
 
-def filled(layouts, count):
-    book = DeviceLora(num_layers=LAYERS, lane_elems=LANE, max_rows=1024, device="cpu")
+def filled(layouts, count, max_rows=1024):
+    book = DeviceLora(num_layers=LAYERS, lane_elems=LANE, max_rows=max_rows, device="cpu")
     page = 0
     for i in range(count):
         mine = layouts[i % len(layouts)]
@@ -145,6 +145,18 @@ def test_the_last_mould_takes_whatever_comes():
             assert (mould.records >= demand.records[mould.scheme]).all()
             made.add(mould)
     assert len(made) <= MAX_MOULDS
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 6, 96, 300])
+@pytest.mark.parametrize("layouts", [R16, UNLIKE], ids=["r16", "unlike"])
+def test_no_mould_has_more_records_than_its_table(layouts, max_rows):
+    """The last bucket of rows is larger than any step, unless the seats are a power of two."""
+    book = filled(layouts, max_rows, max_rows)
+    for adapters in {max_rows, -(-max_rows // 2), 1}:
+        step = book.plan(singles([t % adapters for t in range(max_rows)]), graph=True)
+        tables, tasks = step._tables.tables, step._table.tasks
+        assert (tasks[:, 4] + tasks[:, 1]).max() <= len(tables.records)
+        assert tasks.size + max_rows <= len(step._tables._ints)
 
 
 def test_rows_and_adapters_that_do_not_fit_are_refused_by_name():

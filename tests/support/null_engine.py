@@ -7,12 +7,14 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from interleaf.core import (
+    AdapterFound,
     AdapterUid,
     Event,
     FinishReason,
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    SequenceStart,
     TokenEvent,
     TokenLogprobs,
 )
@@ -28,9 +30,11 @@ class NullEngine:
     """Follows AsyncEngine's contract. Every turn of the event loop is a step: one more token for every sequence.
 
     Attributes:
+        salts: of all requests.
         num_running: requests between their first step and their end, however it came.
         aborted: (request id, index) of every call of `abort`.
         held: while it is not set no request takes a step.
+        prefix_cache: whether it claims to have one; then all of a prompt but its last token was found in it.
     """
 
     def __init__(
@@ -41,10 +45,13 @@ class NullEngine:
         max_model_len: int = 4096,
         max_num_seqs: int = 256,
         adapters: tuple[str, ...] = (),
+        prefix_cache: bool = False,
     ) -> None:
         self._answer = answer
-        self._info = EngineInfo(vocab_size, max_model_len, (2,), max_num_seqs)
+        self._info = EngineInfo(vocab_size, max_model_len, (2,), max_num_seqs, prefix_cache)
         self._adapters = adapters
+        self._used: set[str] = set()
+        self.salts: list[str | None] = []
         self._ids = itertools.count()
         self._failure: str | None = None
         self.num_running = 0
@@ -68,7 +75,11 @@ class NullEngine:
         self._failure = reason
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[list[Event]]:
         if self._failure is not None:
             raise EngineDead(self._failure)
@@ -77,6 +88,8 @@ class NullEngine:
         id_ = f"request-{next(self._ids)}"
         answers = [self._answer(prompt_token_ids, index) for index in range(params.n)]
         self.num_running += 1
+        self.salts.append(cache_salt)
+        start = self._start(len(prompt_token_ids), adapter)
         try:
             for position in range(params.max_tokens):
                 await self.held.wait()
@@ -92,12 +105,23 @@ class NullEngine:
                         answer[position % len(answer)],
                         None if params.logprobs is None else _logprobs(answer[position % len(answer)], params.logprobs),
                         FinishReason.LENGTH if is_last else None,
+                        start=None if position else start,
                     )
                     for index, answer in enumerate(answers)
                 ]
                 yield [*events, RequestFinished(id_)] if is_last else events
         finally:
             self.num_running -= 1
+
+    def _start(self, prompt_tokens: int, adapter: str | None) -> SequenceStart:
+        """Made up: half a second in the queue, and a quarter more to load an adapter that comes for the first time."""
+        num_cached = prompt_tokens - 1 if self._info.prefix_cache else 0
+        if adapter is None:
+            return SequenceStart(0.5, num_cached)
+        if adapter in self._used:
+            return SequenceStart(0.5, num_cached, AdapterFound.HIT)
+        self._used.add(adapter)
+        return SequenceStart(0.75, num_cached, AdapterFound.MISS, 0.25)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))

@@ -18,12 +18,12 @@ from interleaf.engine.serving import AsyncEngine, EngineInfo, ThreadEngine
 from interleaf.errors import AdapterNameTaken, AdapterNotFound, EngineDead
 from interleaf.server.api import http_server, run_server
 from interleaf.server.start import bind, url_of
-from interleaf.stats import EngineStats, PoolStats
+from interleaf.stats import LOAD_BOUNDS_S, EngineStats, PoolStats
 from tests.support.null_engine import NullEngine
 
 START_S = 60.0
 STATS = EngineStats(
-    pool=PoolStats(100, 50, 30, 20, 40, 25, 4096),
+    pool=PoolStats(100, 43, 30, 20, 40, 25, 4096, prefix_pages=7, peak_prefix_pages=17),
     resident_adapters=2,
     registered_adapters=3,
     running_sequences=4,
@@ -37,7 +37,15 @@ STATS = EngineStats(
     steps=12,
     computed_tokens=13,
     output_tokens=14,
-    waiting_by_reason={"pages": 2, "seat": 3},
+    waiting_by_reason={"pages": 2, "seats": 3},
+    adapter_late_prefetches=15,
+    adapter_prefetches=16,
+    adapter_prefetches_unused=17,
+    prefix_hit_tokens=18,
+    prefix_miss_tokens=19,
+    load_counts=(*[0] * (len(LOAD_BOUNDS_S) - 1), 5, 3),
+    load_s=1000.0,
+    adapter_pages={"a": 12, "b": 5, "c": 3},
 )
 
 

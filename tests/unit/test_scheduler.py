@@ -20,7 +20,7 @@ from interleaf.core import (
 )
 from interleaf.errors import EngineDead
 from interleaf.memory.allocator import OwnerKind
-from interleaf.scheduler.admission import Conservative
+from interleaf.scheduler.admission import Conservative, Optimistic
 from interleaf.scheduler.sequence import WaitReason
 from tests.support.fake_engine import EOS, FakeRunner, FakeSystem, expected_tokens
 
@@ -288,6 +288,29 @@ def test_where_pages_are_short_prompts_are_computed_in_groups_too(lookahead: int
             assert tokens[f"r{i}", 0] == expected_tokens(None, i, (1, 2), 16 + i % 5, ignore_eos=True)
         mixed[refill] = len([plan for plan in system.runner.plans if plan.start])
     assert mixed[4] < mixed[1]
+
+
+def test_a_preempted_sequence_comes_before_those_that_never_started() -> None:
+    """It may have started long before its turn, while those ahead waited for their adapters."""
+    system = FakeSystem({"a": 2}, num_pages=12, max_num_seqs=4, max_batch_tokens=64, admission=Optimistic())
+    system.images.on_disk.add("a")
+    for i in range(6):  # ahead, and not to be started before their adapter is in the pool
+        system.engine.submit(request(f"ahead{i}", (1, 2), 8, "a"), frozenset(), seed=i)
+    for i in range(3):
+        system.engine.submit(request(f"early{i}", (1, 2), 26), frozenset(), seed=10 + i)
+    for _ in range(4):
+        system.engine.step()
+    assert len(system.scheduler.waiting_by_reason()) >= 1
+    system.images.on_disk.clear()
+    tokens, _ = run(system)
+    assert system.scheduler.num_preemptions > 0
+    starts = [start.seed for plan in system.runner.plans for start in plan.start]
+    again = [at for at, seed in enumerate(starts) if seed >= 10 and seed in starts[:at]]
+    assert again, "an early one was preempted and has started again"
+    assert len(starts) - 1 not in again, "somebody who had never started came after it"
+    for i in range(3):
+        rest = tokens[f"early{i}", 0]  # but for those of the first four steps
+        assert rest == expected_tokens(None, 10 + i, (1, 2), 26, ignore_eos=True)[-len(rest) :]
 
 
 def test_at_low_load_a_prompt_is_computed_at_once() -> None:

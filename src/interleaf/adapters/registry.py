@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from interleaf.core import AdapterUid
 from interleaf.errors import AdapterNameTaken, AdapterNotFound, AdapterRejected
@@ -39,6 +39,15 @@ class Registry:
         """All names, in the order they were published."""
         with self._lock:
             return tuple(self._uids)
+
+    def first_names(self, uids: Container[AdapterUid]) -> dict[AdapterUid, str]:
+        """The oldest name of each of some adapters that has one. Costs a walk over all names."""
+        found: dict[AdapterUid, str] = {}
+        with self._lock:
+            for name, uid in self._uids.items():
+                if uid in uids:
+                    found.setdefault(uid, name)
+        return found
 
     @staticmethod
     def check_name(name: str) -> None:

@@ -11,13 +11,15 @@ executes plans orders the next owner's writes after the last reads (`adapters/co
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from interleaf.core import AdapterUid
+from interleaf.core import AdapterFound, AdapterUid
 from interleaf.memory.allocator import OwnerKind, PageAllocator, PageOwner
 from interleaf.memory.eviction import Evictable, EvictionPolicy, Reclaimer
+from interleaf.stats import LOAD_BOUNDS_S
 
 
 class AdapterState(Enum):
@@ -36,9 +38,10 @@ class _Adapter(Evictable):
         waiters: waiting sequences.
         doomed: it leaves as soon as its copy has ended.
         ahead_of_need: it was loaded for a sequence that had no seat to take, and none has used it yet.
+        load_s: seconds that its load took, until a sequence has used it.
     """
 
-    __slots__ = ("ahead_of_need", "doomed", "owner", "pages", "residency", "state", "uid", "users", "waiters")
+    __slots__ = ("ahead_of_need", "doomed", "load_s", "owner", "pages", "residency", "state", "uid", "users", "waiters")
 
     def __init__(self, residency: Residency, uid: AdapterUid) -> None:
         super().__init__(OwnerKind.ADAPTER, 0)
@@ -51,6 +54,7 @@ class _Adapter(Evictable):
         self.waiters = 0
         self.doomed = False
         self.ahead_of_need = False
+        self.load_s: float | None = None
 
     def evict(self) -> None:
         """Leave: the pages are wanted."""
@@ -66,6 +70,7 @@ class ResidencyCounts:
         late_prefetches: of neither kind: it was being copied, ahead of need.
         prefetches: loads begun ahead of need; they are among `loads`.
         prefetched_unused: of those, the adapters that left without having been used.
+        load_times: finished loads by class of LOAD_BOUNDS_S, and those beyond.   load_s: seconds that they took.
     """
 
     hits: int = 0
@@ -76,6 +81,8 @@ class ResidencyCounts:
     late_prefetches: int = 0
     prefetches: int = 0
     prefetched_unused: int = 0
+    load_times: list[int] = field(default_factory=lambda: [0] * (len(LOAD_BOUNDS_S) + 1))
+    load_s: float = 0.0
 
 
 class Residency:
@@ -108,6 +115,10 @@ class Residency:
     def resident(self) -> tuple[AdapterUid, ...]:
         return tuple(uid for uid, entry in self._pooled.items() if entry.state is AdapterState.RESIDENT)
 
+    def pages_by_adapter(self) -> dict[AdapterUid, int]:
+        """Pages of every adapter in the pool, those under a copy among them. Costs a walk over them."""
+        return {uid: entry.num_pages for uid, entry in self._pooled.items()}
+
     # ------------------------------------------------------------------ who wants it
 
     def count_use(self, uid: AdapterUid) -> None:
@@ -130,15 +141,17 @@ class Residency:
         entry.waiters -= 1
         self._be_idle(entry)
 
-    def count_lookup(self, uid: AdapterUid) -> None:
-        """A request of it is considered for the first time."""
+    def count_lookup(self, uid: AdapterUid) -> AdapterFound:
+        """A sequence of it is considered for the first time. Returns: as what that was counted."""
         entry = self._entry(uid)
         if entry.state is AdapterState.RESIDENT:
             self.counts.hits += 1
-        elif entry.ahead_of_need:
+            return AdapterFound.HIT
+        if entry.ahead_of_need:
             self.counts.late_prefetches += 1
-        else:
-            self.counts.misses += 1
+            return AdapterFound.LATE
+        self.counts.misses += 1
+        return AdapterFound.MISS
 
     def pin(self, uid: AdapterUid) -> None:
         """A sequence that uses the adapter takes a seat."""
@@ -190,6 +203,20 @@ class Residency:
         if entry.doomed:
             self._drop(entry)
             self._forget(entry)
+
+    def note_load(self, uid: AdapterUid, seconds: float) -> None:
+        """A load that has finished took so long."""
+        self.counts.load_times[bisect_left(LOAD_BOUNDS_S, seconds)] += 1
+        self.counts.load_s += seconds
+        entry = self._pooled.get(uid)
+        if entry is not None and entry.state is AdapterState.RESIDENT:
+            entry.load_s = seconds
+
+    def take_load_s(self, uid: AdapterUid) -> float | None:
+        """Seconds that an adapter's load took, for the first sequence that uses it; None for all others."""
+        entry = self._pooled[uid]
+        seconds, entry.load_s = entry.load_s, None
+        return seconds
 
     def fail_load(self, uid: AdapterUid) -> None:
         """The copy failed: the adapter is COLD again and its pages are free."""
@@ -326,6 +353,7 @@ class Residency:
         self._be_busy(entry)
         self.counts.prefetched_unused += entry.ahead_of_need
         entry.ahead_of_need = entry.doomed = False
+        entry.load_s = None
         entry.state = AdapterState.COLD
         self._allocator.free(entry.pages, entry.owner)
         entry.pages = ()

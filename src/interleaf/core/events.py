@@ -16,6 +16,33 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class AdapterFound(StrEnum):
+    """Where a sequence's adapter was when the sequence was first considered.
+
+    HIT: in the pool.   LATE: on its way, sent for ahead of need.   MISS: elsewhere, or sent for since.
+    """
+
+    HIT = "hit"
+    LATE = "late"
+    MISS = "miss"
+
+
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
+    """How a sequence came to its first seat. Told once, with its first token.
+
+    Attributes:
+        queue_s: seconds from the request's arrival at the engine until then.
+        num_cached: prompt tokens whose KV was found in the prefix cache.
+        found: of its adapter; None for the base model.
+        load_s: it is the first to use its adapter since that came to the pool: seconds that this took.
+    """
+
+    queue_s: float
+    num_cached: int = 0
+    found: AdapterFound | None = None
+    load_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities (natural logarithm) at one output position.
@@ -32,13 +59,14 @@ class TokenLogprobs:
     top: tuple[float, ...]
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One more token of sequence `index` of a request; the sequence's last one says why it ended.
 
     A msgspec struct, because one is made for every token: it takes a tenth of the time of a frozen dataclass.
 
     Attributes:
         stop_token: for FinishReason.STOP the token id that ended the sequence (it is also `token_id`).
+        start: with the sequence's first token, how it began.
     """
 
     request_id: str
@@ -47,6 +75,20 @@ class TokenEvent(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    start: SequenceStart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWaiting:
+    """The request has waited for long and has had no seat yet. Told once, and only to those who asked to be told.
+
+    Attributes:
+        reason: what it waits for, in words.
+    """
+
+    request_id: str
+    waited_s: float
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +113,7 @@ class RequestFailed:
     reason: str
 
 
-Event = TokenEvent | RequestFinished | RequestAborted | RequestFailed
+Event = TokenEvent | RequestWaiting | RequestFinished | RequestAborted | RequestFailed
+
+NOT_TERMINAL = (TokenEvent, RequestWaiting)
+"""Events after which a request goes on."""

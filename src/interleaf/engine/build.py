@@ -46,7 +46,8 @@ _ADMISSION: dict[str, Callable[[], Admission]] = {
 
 _CPU_RATES, _GPU_RATES = (4e9, 1e3), (50e9, 3e4)
 """Bytes copied to the pool, and tokens prefilled, per second: what an adapter's page and a prefix's are worth beside
-each other. Only the ratio matters, and only roughly: measured with SmolLM2 on 2 cores and an 8B model on an H200.
+each other. Only the ratio matters, and only roughly. Nominal rates of a small model on two cores, and of an 8B model on
+a GPU with PCIe 5: nothing is measured at start.
 """
 
 
@@ -127,7 +128,9 @@ def build_engine(
     try:
         pool = PagePool(geometry, num_pages + is_gpu, dtype, device)  # a GPU's runner has the last page
     except RuntimeError as error:  # torch's word for an allocation that failed
-        raise ConfigError(f"a pool of {num_bytes} bytes cannot be had on {config.device}: {error}") from error
+        raise ConfigError(
+            f"memory={config.memory}: a pool of {num_bytes} bytes cannot be had on {config.device}: {error}"
+        ) from error
     allocator = PageAllocator(num_pages)
     residency = Residency(allocator, _eviction(config, geometry))
     prefixes = PrefixCache(allocator, residency.reclaimer, geometry.page_tokens) if config.prefix_cache else None

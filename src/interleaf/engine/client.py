@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from interleaf.core import AdapterUid, Event, PooledLayout, Request, SamplingParams, TokenEvent
+from interleaf.core import NOT_TERMINAL, AdapterUid, Event, PooledLayout, Request, SamplingParams
 from interleaf.errors import PoolTooSmall, RequestRejected
 from interleaf.memory.allocator import OwnerKind
 from interleaf.memory.prefix import PrefixCounts
@@ -40,8 +40,17 @@ class EngineClient(Protocol):
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> str:
-        """Accept a request. Returns: its id. Raises: RequestRejected, AdapterNotFound, EngineDead."""
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Accept a request; it shares cached prefixes only with those of the same salt.
+
+        Returns: its id. Raises: RequestRejected, AdapterNotFound, EngineDead.
+        """
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences."""
@@ -78,14 +87,20 @@ def check_request(prompt_token_ids: Sequence[int], params: SamplingParams, vocab
 
 
 class InProcessClient:
-    """An engine in the caller's thread: `poll` runs one step. Not thread-safe."""
+    """An engine in the caller's thread: `poll` runs one step. Not thread-safe.
 
-    def __init__(self, parts: EngineParts) -> None:
+    Args:
+        tell_waits_after_s: a RequestWaiting tells of each request that has had no seat for so long; None: nobody asks.
+    """
+
+    def __init__(self, parts: EngineParts, *, tell_waits_after_s: float | None = None) -> None:
         self._parts = parts
         self._random = random.Random(parts.config.seed)
         self._adapters_in_use: dict[str, AdapterUid | None] = {}
         self._num_submitted = 0
         parts.registry.on_unused = self._forget
+        if tell_waits_after_s is not None:
+            parts.scheduler.tell_long_waits(tell_waits_after_s)
 
     @property
     def is_alive(self) -> bool:
@@ -112,6 +127,7 @@ class InProcessClient:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         adapter: str | None,
+        cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> str:
         """Accept a request, under an id of the caller's choice that no open one has, if any is given.
@@ -126,6 +142,7 @@ class InProcessClient:
             params=params,
             adapter=uid,
             arrival_s=time.monotonic(),
+            cache_salt=cache_salt,
         )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -150,7 +167,7 @@ class InProcessClient:
         engine = self._parts.engine
         events = engine.step()
         for event in events:
-            if not isinstance(event, TokenEvent):  # terminal: it alone releases the adapter
+            if not isinstance(event, NOT_TERMINAL):  # terminal: it alone releases the adapter
                 uid = self._adapters_in_use.pop(event.request_id)
                 if uid is not None:
                     self._parts.registry.release(uid)
@@ -195,6 +212,7 @@ class InProcessClient:
                 peak_adapter_pages=parts.allocator.num_peak_pages(OwnerKind.ADAPTER),
                 page_bytes=parts.geometry.page_bytes,
                 prefix_pages=parts.allocator.num_used_pages(OwnerKind.PREFIX),
+                peak_prefix_pages=parts.allocator.num_peak_pages(OwnerKind.PREFIX),
             ),
             resident_adapters=len(parts.residency.resident()),
             registered_adapters=len(parts.registry),
@@ -215,7 +233,15 @@ class InProcessClient:
             adapter_prefetches_unused=counts.prefetched_unused,
             prefix_hit_tokens=prefixes.hit_tokens,
             prefix_miss_tokens=prefixes.computed_tokens,
+            load_counts=tuple(counts.load_times),
+            load_s=counts.load_s,
+            adapter_pages=self._pages_by_name(),
         )
+
+    def _pages_by_name(self) -> dict[str, int]:
+        pages = self._parts.residency.pages_by_adapter()
+        names = self._parts.registry.first_names(pages)
+        return {names[uid]: count for uid, count in pages.items() if uid in names}
 
     def close(self) -> None:
         """End every request and release everything."""

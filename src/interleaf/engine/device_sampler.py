@@ -163,7 +163,7 @@ class DeviceSampler:
     def most_bytes(num_seats: int, vocab_size: int, max_rows: int) -> int:
         """Device memory that can be in use when every seat asks for everything."""
         edited = min(_EDITED_ROWS, num_seats) * vocab_size * 4
-        described = min(_EDITED_ROWS, num_seats) * vocab_size * (4 + 4 + 8 + 8)
+        described = min(_EDITED_ROWS, num_seats) * vocab_size * (4 + 4 + 8 + 8 + 8)
         return TokenChooser.num_bytes(vocab_size, max_rows) + 2 * num_seats * vocab_size * 2 + edited + described
 
     def start(

@@ -20,6 +20,7 @@ from interleaf.core import (
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestWaiting,
     SamplingParams,
     StreamOrder,
     TokenEvent,
@@ -52,6 +53,7 @@ class Submit(Message, frozen=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     adapter: AdapterUid | None
+    cache_salt: str | None = None
 
 
 class Abort(Message, frozen=True):
@@ -115,6 +117,7 @@ class Events(Message, frozen=True):
     finished: tuple[RequestFinished, ...] = ()
     aborted: tuple[RequestAborted, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
+    waiting: tuple[RequestWaiting, ...] = ()
 
 
 class Refused(Message, frozen=True):

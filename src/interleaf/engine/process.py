@@ -19,11 +19,13 @@ import msgspec
 from interleaf.adapters.pinned import pin
 from interleaf.adapters.slabs import SlabStore
 from interleaf.core import (
+    NOT_TERMINAL,
     AdapterUid,
     Event,
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestWaiting,
     TokenEvent,
 )
 from interleaf.engine import messages as m
@@ -42,6 +44,9 @@ _STALL_WAIT_S = 0.05
 
 _BACKLOG_WAIT_S = 0.01
 """Longest sleep when somebody has not taken what was sent."""
+
+_LONG_WAIT_S = 5.0
+"""A request that has had no seat for so long is told of, with the reason: it becomes a line of the log."""
 
 _REQUESTS = msgspec.msgpack.Decoder(m.ToEngine)
 
@@ -67,7 +72,7 @@ class EngineServer:
             None if parent is None else parent.progress,
             lambda geometry, dtype: SlabStore(geometry, dtype, budget, self._want, prepare=prepare),
         )
-        self._client = InProcessClient(self._parts)
+        self._client = InProcessClient(self._parts, tell_waits_after_s=_LONG_WAIT_S)
         self._info = EngineInfo.of(self._parts)
 
     @property
@@ -139,7 +144,9 @@ class EngineServer:
 
     def _submit(self, peer: Peer, message: m.Submit) -> None:
         try:
-            self._client.submit(message.prompt_token_ids, message.params, message.adapter, message.request_id)
+            self._client.submit(
+                message.prompt_token_ids, message.params, message.adapter, message.cache_salt, message.request_id
+            )
         except InterleafError as error:
             stale = isinstance(error, AdapterNotFound)
             self._send(peer, m.Refused(message.request_id, m.WireError.of(error), stale))
@@ -188,7 +195,7 @@ class EngineServer:
     def _deliver(self, events: Sequence[Event]) -> None:
         batches: dict[Peer, list[Event]] = {}
         for event in events:
-            if isinstance(event, TokenEvent):
+            if isinstance(event, NOT_TERMINAL):
                 owner = self._owners[event.request_id]
             else:
                 owner = self._owners.pop(event.request_id)
@@ -215,6 +222,7 @@ def _sorted(events: Sequence[Event]) -> m.Events:
         tuple(event for event in events if isinstance(event, RequestFinished)),
         tuple(event for event in events if isinstance(event, RequestAborted)),
         tuple(event for event in events if isinstance(event, RequestFailed)),
+        tuple(event for event in events if isinstance(event, RequestWaiting)),
     )
 
 

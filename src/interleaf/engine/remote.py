@@ -11,6 +11,7 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,21 @@ class RemoteEngine:
         return tuple(self._names)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[list[Event]]:
         """See AsyncEngine."""
         check_request(prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len)
-        inbox = self._submit(prompt_token_ids, params, adapter)
+        inbox = self._submit(prompt_token_ids, params, adapter, cache_salt)
         try:
             try:
                 events = await inbox.take()
             except _Stale:
                 await self._read_names()
-                inbox = self._submit(prompt_token_ids, params, adapter)
+                inbox = self._submit(prompt_token_ids, params, adapter, cache_salt)
                 events = await _take_or_not_found(inbox, adapter)
             yield events
             while not inbox.ended:
@@ -132,7 +137,9 @@ class RemoteEngine:
         call, future = self._new_call(self._engine_calls)
         self._engine.send(m.encode(m.AskStats(call)))
         stats: EngineStats = await future
-        return stats
+        pages = stats.adapter_pages  # by uid, which is all that the engine knows
+        found = {uid: name for name, uid in reversed(self._names.items()) if uid in pages}
+        return replace(stats, adapter_pages={name: pages[uid] for uid, name in found.items()})
 
     async def close(self) -> None:
         """End this process's requests and its connections. The engine runs on."""
@@ -147,7 +154,9 @@ class RemoteEngine:
 
     # ------------------------------------------------------------------ requests
 
-    def _submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> Inbox:
+    def _submit(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None, cache_salt: str | None
+    ) -> Inbox:
         """Raises: AdapterNotFound, EngineDead, RequestRejected."""
         self._require_alive()
         assert self._engine is not None
@@ -159,7 +168,7 @@ class RemoteEngine:
         inbox = Inbox(f"{self._prefix}-{next(self._ids)}")
         assert inbox.request_id is not None
         try:
-            data = m.encode(m.Submit(inbox.request_id, tuple(prompt_token_ids), params, uid))
+            data = m.encode(m.Submit(inbox.request_id, tuple(prompt_token_ids), params, uid, cache_salt))
         except OverflowError:
             raise RequestRejected("a number of the sampling parameters is beyond 64 bits") from None
         self._engine.send(data)
@@ -233,12 +242,14 @@ class RemoteEngine:
 
     def _deliver(self, message: m.Events) -> None:
         batches: dict[str, list[Event]] = {}
+        for waiting in message.waiting:
+            batches[waiting.request_id] = [waiting]
         for token in message.tokens:
             batches.setdefault(token.request_id, []).append(token)
-        for request_id, tokens in batches.items():
+        for request_id, events in batches.items():
             inbox = self._inboxes.get(request_id)
             if inbox is not None:
-                inbox.put(tokens)
+                inbox.put(events)
         ends: tuple[Event, ...] = (*message.finished, *message.aborted, *message.failed)
         for end in ends:
             inbox = self._inboxes.pop(end.request_id, None)

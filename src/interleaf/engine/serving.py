@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from interleaf.core import AdapterUid, Event, RequestFailed, SamplingParams, TokenEvent
+from interleaf.core import NOT_TERMINAL, AdapterUid, Event, RequestFailed, SamplingParams
 from interleaf.engine.client import EngineClient
 from interleaf.errors import EngineDead
 from interleaf.stats import EngineStats
@@ -34,18 +34,21 @@ class EngineInfo:
         vocab_size: token ids are below it.
         max_model_len: prompt + max_tokens at most.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
+        prefix_cache: whether requests that begin alike share what they have in common.
     """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
+    prefix_cache: bool = False
 
     @classmethod
     def of(cls, parts: EngineParts) -> EngineInfo:
         """What an engine that was just built says of itself."""
         spec = parts.spec
-        return cls(spec.vocab_size, parts.max_model_len, spec.eos_token_ids, parts.config.max_num_seqs)
+        config = parts.config
+        return cls(spec.vocab_size, parts.max_model_len, spec.eos_token_ids, config.max_num_seqs, config.prefix_cache)
 
 
 class AsyncEngine(Protocol):
@@ -62,9 +65,16 @@ class AsyncEngine(Protocol):
         """Names that `generate` accepts, in the order they were registered."""
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[list[Event]]:
         """Events of one request as they come, several at a time under backlog; the last one is terminal.
+
+        Args:
+            cache_salt: only requests of the same salt share cached prefixes.
 
         Leaving the iterator early (`aclose`, cancellation) ends the request.
         Raises, before the first events: RequestRejected, AdapterNotFound, EngineDead.
@@ -122,12 +132,16 @@ class ThreadEngine:
         return self._client.adapters()
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[list[Event]]:
         """See AsyncEngine."""
         inbox = Inbox()
         try:
-            await self._call(lambda: self._submit(inbox, prompt_token_ids, params, adapter))
+            await self._call(lambda: self._submit(inbox, prompt_token_ids, params, adapter, cache_salt))
             while not inbox.ended:
                 yield await inbox.take()
         finally:
@@ -177,9 +191,14 @@ class ThreadEngine:
     # ------------------------------------------------------------------ on the engine's thread
 
     def _submit(
-        self, inbox: Inbox, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self,
+        inbox: Inbox,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None,
     ) -> None:
-        inbox.request_id = self._client.submit(prompt_token_ids, params, adapter)
+        inbox.request_id = self._client.submit(prompt_token_ids, params, adapter, cache_salt)
         self._inboxes[inbox.request_id] = inbox
 
     def _abandon(self, inbox: Inbox) -> None:
@@ -226,7 +245,7 @@ class ThreadEngine:
             if inbox is None:
                 continue
             batches.setdefault(inbox, []).append(event)
-            if not isinstance(event, TokenEvent):
+            if not isinstance(event, NOT_TERMINAL):
                 del self._inboxes[event.request_id]
         if batches:
             with suppress(RuntimeError):  # the event loop was closed without closing the engine: nobody is left to tell
@@ -288,7 +307,7 @@ class Inbox:
             self.ended = True
             raise self._refusal
         events, self._events = self._events, []
-        self.ended = not isinstance(events[-1], TokenEvent)
+        self.ended = not isinstance(events[-1], NOT_TERMINAL)
         return events
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from interleaf.core import AdapterLoad, Chunk, SeatGrow, SeatStart
+from interleaf.core import AdapterLoad, Chunk, SeatGrow, SeatStart, SequenceStart
 from interleaf.memory.prefix import PrefixCache
 from interleaf.scheduler.sequence import Sequence
 
@@ -45,6 +45,9 @@ class Draft:
 
     def add_start(self, seq: Sequence) -> None:
         """A sequence has taken a seat: all that a runner must know of it, and its first chunk."""
+        if seq.start is None:
+            waited_s = max(0.0, self.now_s - seq.request.arrival_s)
+            seq.start = SequenceStart(waited_s, seq.num_prefilled, seq.found, seq.load_s)
         self.start.append(
             SeatStart(
                 seat=seq.seat,

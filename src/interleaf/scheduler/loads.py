@@ -89,6 +89,9 @@ class Loads:
         self._loading: dict[AdapterUid, float] = {}
         self._fetching: dict[AdapterUid, float] = {}
         self._abandoned: dict[AdapterUid, str] = {}
+        # For what is counted only: when each was first sent for, to the host tier or to the pool.
+        self._sent_for_s: dict[AdapterUid, float] = {}
+        self._arrived: list[AdapterUid] = []
 
     @property
     def num_under_way(self) -> int:
@@ -121,13 +124,16 @@ class Loads:
 
     def begin_plan(self, now_s: float) -> None:
         """Give up what has taken too long; the rest of what is being fetched is to be asked about again."""
+        for uid in self._arrived:  # since the last plan
+            self._residency.note_load(uid, max(0.0, now_s - self._sent_for_s.pop(uid)))
+        self._arrived.clear()
         if self._limits.timeout_s is not None:
             self._give_up(now_s - self._limits.timeout_s)
         for uid, reason in self._abandoned.items():  # new requests of it would wait for the same copy
             self._fail(uid, reason)
         for uid in list(self._fetching):
             if self._waiting.standing(uid) is None:
-                del self._fetching[uid]  # nobody waits any more: the host tier keeps or drops it as it likes
+                self._call_off(uid)  # nobody waits any more: the host tier keeps or drops it as it likes
             else:
                 self._waiting.move(uid, Standing.FETCHING)
 
@@ -144,30 +150,35 @@ class Loads:
         """
         if reserve_pages is not None and not self._may_look_ahead_to(seq):
             # What is being fetched for it makes way for those further ahead; the host tier may finish it all the same.
-            self._fetching.pop(uid, None)
+            self._call_off(uid)
             self._waiting.move(uid, Standing.COLD)
             return Sent.TOO_FAR_BEHIND, None
         state = self._images.prepare(uid)
         if state is HostState.FETCHING:
             self._fetching.setdefault(uid, now_s)
+            self._sent_for_s.setdefault(uid, now_s)
             self._waiting.move(uid, Standing.ASKED)
             return Sent.ON_ITS_WAY, None
         self._fetching.pop(uid, None)
         if state is HostState.FAILED:
+            self._sent_for_s.pop(uid, None)
             self._waiting.move(uid, Standing.COLD)
             self._fail(uid, self._images.failure(uid))
             return Sent.FAILED, None
         num_pages = self._images.layout(uid).pages
         if num_pages >= self._num_pages:
+            self._sent_for_s.pop(uid, None)
             self._waiting.move(uid, Standing.COLD)
             self._fail(uid, f"adapter {uid[:12]} takes {num_pages} pages, the pool has {self._num_pages} for all")
             return Sent.FAILED, None
         if not self._make_room(seq, uid, num_pages, reserve_pages):
+            self._sent_for_s.pop(uid, None)
             self._waiting.move(uid, Standing.COLD)
             return Sent.NO_PAGES, None
         self._images.pin(uid)
         pages = self._residency.start_load(uid, num_pages, ahead_of_need=reserve_pages is not None)
         self._loading[uid] = now_s
+        self._sent_for_s.setdefault(uid, now_s)
         self._waiting.move(uid, Standing.LOADING)
         return Sent.ON_ITS_WAY, AdapterLoad(uid, pages)
 
@@ -178,11 +189,18 @@ class Loads:
         self._abandoned.pop(uid, None)
         if error is None:
             self._residency.finish_load(uid)
+            self._arrived.append(uid)
         else:
             self._residency.fail_load(uid)
+            self._sent_for_s.pop(uid, None)
         self._waiting.move(uid, self.standing(uid))
         if error is not None:
             self._fail(uid, error)
+
+    def _call_off(self, uid: AdapterUid) -> None:
+        """What is being fetched is not waited for."""
+        self._fetching.pop(uid, None)
+        self._sent_for_s.pop(uid, None)
 
     def _may_look_ahead_to(self, seq: Sequence) -> bool:
         return self._limits.prefetch_loads > 0 and self._waiting.place(seq) < self._horizon
@@ -206,4 +224,6 @@ class Loads:
                 if under_way is self._loading:
                     self._residency.abandon_load(uid)
                     self._abandoned[uid] = reason
+                else:
+                    self._sent_for_s.pop(uid, None)
                 self._fail(uid, reason)

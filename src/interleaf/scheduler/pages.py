@@ -104,6 +104,8 @@ class SequencePages:
             seq.prefix += self._prefixes.claim(seq.root, seq.prefix, seq.token_ids, seq.pages, seq.owner)
             self._prefixes.counts.hit_tokens += num_cached
             self._prefixes.counts.computed_tokens += num_tokens - num_cached
+        if seq.adapter is not None and seq.start is None:
+            seq.load_s = self._residency.take_load_s(seq.adapter)
         self._admission.started(seq, step, self._geometry)
 
     def _may_fit(self, seq: Sequence, step: int) -> bool:

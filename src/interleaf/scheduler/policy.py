@@ -15,7 +15,11 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served. A preempted sequence keeps its place."""
+    """First come, first served. A preempted sequence comes before all that have not started.
+
+    Somebody reads its answer already. It may have started long before its turn, because its adapter was in the pool;
+    in its old place it could wait for as long as those ahead of it take.
+    """
 
     def key(self, seq: Sequence) -> tuple[float, int]:
-        return (0.0, seq.order)
+        return (-1.0 if seq.resume_step else 0.0, seq.order)

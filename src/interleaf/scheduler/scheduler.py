@@ -21,6 +21,7 @@ from interleaf.core import (
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestWaiting,
     SeatGrow,
     StepPlan,
     StepResult,
@@ -29,16 +30,17 @@ from interleaf.core import (
 from interleaf.memory.allocator import PageAllocator
 from interleaf.memory.geometry import PageGeometry
 from interleaf.memory.prefix import PrefixCache
+from interleaf.scheduler.accounts import AccountableEntrance
 from interleaf.scheduler.admission import Admission
 from interleaf.scheduler.calendar import Calendar
 from interleaf.scheduler.draft import Draft
-from interleaf.scheduler.entrance import Entrance
 from interleaf.scheduler.loads import HostImages, LoadLimits
 from interleaf.scheduler.pages import SequencePages
 from interleaf.scheduler.policy import Policy
 from interleaf.scheduler.preemption import Preemption
 from interleaf.scheduler.seats import Seats
 from interleaf.scheduler.sequence import Sequence, SequenceState, WaitReason
+from interleaf.scheduler.waits import LongWaits
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class Scheduler:
         self._preemption = preemption
         self._seats = Seats(max_num_seqs)
         self._pages = SequencePages(geometry, allocator, residency, admission, prefixes)
-        self._entrance = Entrance(
+        self._entrance = AccountableEntrance(
             policy=policy,
             seats=self._seats,
             pages=self._pages,
@@ -106,9 +108,14 @@ class Scheduler:
         self._growth: Calendar[Sequence] = Calendar()
         self._last_rows: Calendar[Sequence] = Calendar()
         self._events: list[Event] = []
+        self._long_waits: LongWaits | None = None
         self._num_arrived = 0
         self._num_steps = 0
         self.num_preemptions = 0
+
+    def tell_long_waits(self, after_s: float) -> None:
+        """From now on a RequestWaiting tells, once, of each request that has had no seat for so many seconds."""
+        self._long_waits = LongWaits(after_s)
 
     # ------------------------------------------------------------------ requests in, events out
 
@@ -123,6 +130,8 @@ class Scheduler:
             self._num_arrived += 1
             sequences.append(seq)
             self._entrance.push(seq)
+        if self._long_waits is not None:
+            self._long_waits.arrived(sequences[0])
         self._open[request.id] = _Open(request, sequences, len(sequences))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -173,6 +182,8 @@ class Scheduler:
         for seq in self._seats.prefilling:
             draft.add_chunk(seq)
         self._entrance.admit(draft, step - len(self._in_flight))
+        if self._long_waits is not None:
+            self._tell_long_waits(self._long_waits.due(now_s), now_s)
         if not (decode or draft.chunks or draft.load):
             return None
 
@@ -196,6 +207,11 @@ class Scheduler:
         self._num_steps += 1
         self._in_flight.append((plan, rows))
         return plan
+
+    def _tell_long_waits(self, sequences: list[Sequence], now_s: float) -> None:
+        for seq in sequences:
+            reason = self._entrance.reason(seq)
+            self._events.append(RequestWaiting(seq.request_id, now_s - seq.request.arrival_s, reason.value))
 
     def _grow_decoding(self, draft: Draft) -> None:
         """Give a page to every decoding sequence whose pages are full, the oldest first."""
@@ -241,17 +257,21 @@ class Scheduler:
         ended = SequenceState.ENDED
         add_event = self._events.append
         logprobs = result.logprobs or (None,) * len(rows)
-        for seq, token, token_logprobs in zip(rows, result.token_ids, logprobs, strict=True):
+        num_decoded = len(plan.decode)  # the rows after them end a prompt: they alone may have a first token
+        for row, (seq, token, token_logprobs) in enumerate(zip(rows, result.token_ids, logprobs, strict=True)):
             if seq.state is ended:
                 continue  # the one token in excess
             token_ids = seq.token_ids
             token_ids.append(token)
+            start = seq.start if row >= num_decoded and len(token_ids) == seq.prompt_tokens + 1 else None
             if token in seq.stop_ids or len(token_ids) == seq.max_tokens:
                 reason = seq.finish_reason()
                 stop_token = token if reason is FinishReason.STOP else None
-                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, reason, stop_token))
+                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, reason, stop_token, start))
                 self._admission.ended(seq)
                 self._end(seq)
+            elif start is not None:
+                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, start=start))
             else:
                 add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from interleaf.core import FinishReason, Request
+from interleaf.core import AdapterFound, FinishReason, Request, SequenceStart
 from interleaf.memory.allocator import OwnerKind, PageOwner
 from interleaf.memory.prefix import PrefixPage, Root
 
@@ -49,12 +49,15 @@ class Sequence:
         resume_step: a step of that number or a later one must be planned before it may start again, with all earlier
             ones committed: a token of it is in flight.
         considered: whether the state of its adapter has been counted as a hit or a miss.
+        found: as which.
+        load_s: see SequenceStart.
+        start: how it came to its first seat; None before that.
     """
 
     __slots__ = (
-        "adapter", "considered", "first_decode_step", "grow_step", "index", "last_step", "max_tokens", "num_known",
-        "num_prefilled", "order", "owner", "pages", "prefix", "prompt_tokens", "request", "request_id", "resume_step",
-        "root", "seat", "seed", "state", "stop_ids", "token_ids",
+        "adapter", "considered", "first_decode_step", "found", "grow_step", "index", "last_step", "load_s",
+        "max_tokens", "num_known", "num_prefilled", "order", "owner", "pages", "prefix", "prompt_tokens", "request",
+        "request_id", "resume_step", "root", "seat", "seed", "start", "state", "stop_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, seed: int, order: int, stop_ids: frozenset[int]) -> None:
@@ -81,6 +84,9 @@ class Sequence:
         self.last_step = 0
         self.resume_step = 0
         self.considered = False
+        self.found: AdapterFound | None = None
+        self.load_s: float | None = None
+        self.start: SequenceStart | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -98,6 +104,10 @@ class Sequence:
         if self.token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) == self.max_tokens else None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state is SequenceState.WAITING
 
     @property
     def is_seated(self) -> bool:

@@ -44,7 +44,7 @@ async def create_chat_completion(request: Request) -> Response:
     max_tokens = _max_tokens(body, serving.engine.info.max_model_len - len(prompt))
     params = body.sampling_params(max_tokens, logprobs)
     check_prompt(serving.engine, prompt, max_tokens, "messages")
-    job = Job((prompt,), params, adapter)
+    job = Job((prompt,), params, adapter, body.salt)
     reply = ChatReply(
         job,
         serving.texts,

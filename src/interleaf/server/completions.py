@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
     prompts = await tokenised(len(await request.body()), lambda: _encoded(serving, texts, body))
     for prompt in prompts:
         check_prompt(serving.engine, prompt, max_tokens, "prompt")
-    job = Job(prompts, params, adapter)
+    job = Job(prompts, params, adapter, body.salt)
     reply = CompletionReply(
         job,
         serving.texts,

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
 
-from interleaf.core import Event, RequestAborted, RequestFailed, SamplingParams, TokenEvent
+from interleaf.core import Event, RequestAborted, RequestFailed, RequestWaiting, SamplingParams, TokenEvent
 from interleaf.engine.output import Completion
 from interleaf.engine.serving import AsyncEngine
 from interleaf.server.errors import bad_request, engine_failed
@@ -22,11 +22,13 @@ class Job:
     Attributes:
         prompts: token ids of each prompt.
         adapter: None for the base model.
+        cache_salt: only requests of the same salt share cached prefixes.
     """
 
     prompts: tuple[list[int], ...]
     params: SamplingParams
     adapter: str | None
+    cache_salt: str | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -55,12 +57,15 @@ class Generation:
 
     Attributes:
         completions: one for each of the request's `n`, growing.
+        num_cached: of the prompt's tokens, those whose KV was cached when the first continuation began; None while that
+            is not known, or if there is no such cache.
     """
 
     def __init__(self, serving: Serving, job: Job, prompt: list[int]) -> None:
         self._engine = serving.engine
         self._job = job
         self.prompt = prompt
+        self.num_cached: int | None = None
         tokenizer = serving.tokenizer
         self.completions = [
             Completion(index, job.params, None if tokenizer is None else tokenizer.stream())
@@ -78,14 +83,18 @@ class Generation:
         """
         num_open = len(self.completions)
         ended_here = False
-        events = self._engine.generate(self.prompt, self._job.params, self._job.adapter)
+        events = self._engine.generate(self.prompt, self._job.params, self._job.adapter, self._job.cache_salt)
         # Leaving an engine's iterator early ends the request; `aclosing` makes that now, not at some collection.
         async with aclosing(cast("AsyncGenerator[list[Event], None]", events)):
             async for batch in events:
                 grown: dict[int, Completion] = {}
                 for event in batch:
+                    if isinstance(event, RequestWaiting):
+                        continue
                     if not isinstance(event, TokenEvent):
                         break  # terminal, the last one
+                    if event.start is not None and self.num_cached is None and self._engine.info.prefix_cache:
+                        self.num_cached = event.start.num_cached
                     completion = self.completions[event.index]
                     if completion.finish_reason is not None:
                         continue  # computed in excess, before a stop string was found

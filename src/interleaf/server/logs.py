@@ -77,7 +77,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = Arrival()
+        arrival = Arrival(request_id=scope.get("state", {}).get("request_id"))
         token = ARRIVAL.set(arrival)
         status: int | None = None
 
@@ -105,7 +105,7 @@ def _write_line(scope: Scope, arrival: Arrival, status: int) -> None:
     if not logger.isEnabledFor(level):
         return
     fields: dict[str, object] = {
-        "request_id": scope.get("state", {}).get("request_id"),
+        "request_id": arrival.request_id,
         "client": scope["client"][0] if scope.get("client") else None,
         "method": scope["method"],
         "path": path,

@@ -23,7 +23,6 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),

@@ -1,8 +1,9 @@
-"""An engine that counts what passes through it: tokens, times, ends. Changes nothing; knows no HTTP."""
+"""An engine that counts what passes through it: tokens, times, ends; it logs who waits. Changes nothing; no HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -15,13 +16,18 @@ from interleaf.core import (
     Event,
     FinishReason,
     RequestFailed,
+    RequestWaiting,
     SamplingParams,
+    SequenceStart,
     TokenEvent,
 )
 from interleaf.engine.serving import AsyncEngine, EngineInfo
 from interleaf.errors import InterleafError
+from interleaf.server.labels import AdapterCounts
 from interleaf.server.metrics import Metrics
 from interleaf.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -30,10 +36,12 @@ class Arrival:
 
     Attributes:
         at_s: when it arrived (`time.perf_counter`).
+        request_id: the client's name for it, or ours.
         first_token_s: from then to the first token; None before it.
     """
 
     at_s: float = field(default_factory=time.perf_counter)
+    request_id: str | None = None
     adapters: list[str] = field(default_factory=list)
     num_generations: int = 0
     prompt_tokens: int = 0
@@ -67,11 +75,16 @@ class ObservedEngine:
         return self._engine.adapters()
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[list[Event]]:
         """See AsyncEngine."""
-        observation = _Observation(self._metrics, ARRIVAL.get() or Arrival(), params.n)
-        events = cast("AsyncGenerator[list[Event]]", self._engine.generate(prompt_token_ids, params, adapter))
+        observation = _Observation(self._metrics, ARRIVAL.get() or Arrival(), adapter, len(prompt_token_ids), params.n)
+        generator = self._engine.generate(prompt_token_ids, params, adapter, cache_salt)
+        events = cast("AsyncGenerator[list[Event]]", generator)
         task = asyncio.current_task()  # now: a generator that was left behind is closed by some other one
         request_id: str | None = None
         try:
@@ -80,7 +93,7 @@ class ObservedEngine:
                     if request_id is None:
                         request_id = batch[0].request_id
                         self._open[request_id] = observation
-                        observation.accepted(adapter, len(prompt_token_ids))
+                        observation.accepted()
                     observation.take(batch)
                     yield batch
         except InterleafError:
@@ -91,7 +104,7 @@ class ObservedEngine:
             if request_id is not None:
                 del self._open[request_id]
                 cancelled = task is not None and task.cancelling() > 0
-                observation.end(adapter, len(prompt_token_ids), cancelled=cancelled)
+                observation.end(cancelled=cancelled)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """See AsyncEngine. One sequence is ended by the server when its text holds a stop string."""
@@ -120,20 +133,24 @@ class ObservedEngine:
 class _Observation:
     """One request of the engine."""
 
-    def __init__(self, metrics: Metrics, arrival: Arrival, num_sequences: int) -> None:
+    def __init__(
+        self, metrics: Metrics, arrival: Arrival, adapter: str | None, prompt_tokens: int, num_sequences: int
+    ) -> None:
         self._metrics = metrics
         self._arrival = arrival
+        self._adapter = adapter
+        self._counts = AdapterCounts(requests=1, prompt_tokens=prompt_tokens)  # of this request, for its adapter
         self._last_s: list[float | None] = [None] * num_sequences
         self._reasons: list[str | None] = [None] * num_sequences
         self._terminal: Event | None = None
         self._num_tokens = 0
 
-    def accepted(self, adapter: str | None, prompt_tokens: int) -> None:
-        self._metrics.prompt_tokens += prompt_tokens
+    def accepted(self) -> None:
+        self._metrics.prompt_tokens += self._counts.prompt_tokens
         self._arrival.num_generations += 1
-        self._arrival.prompt_tokens += prompt_tokens
-        if adapter is not None and adapter not in self._arrival.adapters:
-            self._arrival.adapters.append(adapter)
+        self._arrival.prompt_tokens += self._counts.prompt_tokens
+        if self._adapter is not None and self._adapter not in self._arrival.adapters:
+            self._arrival.adapters.append(self._adapter)
 
     def take(self, batch: Sequence[Event]) -> None:
         """Count the events of one moment."""
@@ -142,9 +159,13 @@ class _Observation:
         for event in batch:
             if isinstance(event, TokenEvent):
                 counts[event.index] += 1
+                if event.start is not None:
+                    self._started(event.start)
                 if event.finish_reason is not None and self._reasons[event.index] is None:
                     aborted = event.finish_reason is FinishReason.ABORT
                     self._reasons[event.index] = None if aborted else event.finish_reason.value
+            elif isinstance(event, RequestWaiting):
+                self._log_wait(event)
             else:
                 self._terminal = event
         for index, count in enumerate(counts):
@@ -154,7 +175,29 @@ class _Observation:
     def stopped_by_text(self, index: int) -> None:
         self._reasons[index] = self._reasons[index] or FinishReason.STOP.value
 
-    def end(self, adapter: str | None, prompt_tokens: int, *, cancelled: bool) -> None:
+    def _started(self, start: SequenceStart) -> None:
+        """A sequence has its first token."""
+        counts = self._counts
+        if not counts.starts:
+            self._metrics.queue_s.observe(start.queue_s)
+        counts.starts += 1
+        counts.queue_s += start.queue_s
+        if start.found is not None:
+            setattr(counts, start.found.value, getattr(counts, start.found.value) + 1)
+        if start.load_s is not None:
+            counts.loads += 1
+            counts.load_s += start.load_s
+
+    def _log_wait(self, wait: RequestWaiting) -> None:
+        fields = {
+            "request_id": self._arrival.request_id,
+            "adapter": self._adapter,
+            "waited_s": round(wait.waited_s, 1),
+            "reason": wait.reason,
+        }
+        logger.info("request waits", extra={"fields": fields})  # as `logs.log_fields`, which knows this module
+
+    def end(self, *, cancelled: bool) -> None:
         """Count the request.
 
         Args:
@@ -171,8 +214,9 @@ class _Observation:
             self._metrics.finished[reason] += 1
             self._arrival.finish_reasons.append(reason)
         self._metrics.whole_request_s.observe(time.perf_counter() - self._arrival.at_s)
-        if adapter is not None:
-            self._metrics.adapters.add(adapter, prompt_tokens, self._num_tokens)
+        if self._adapter is not None:
+            self._counts.generation_tokens = self._num_tokens
+            self._metrics.adapters.add(self._adapter, self._counts)
 
     def _tokens(self, index: int, count: int, now: float) -> None:
         """`count` tokens of a sequence; several that come together share the time since the last."""
@@ -186,5 +230,7 @@ class _Observation:
         if self._num_tokens == count:  # the request's first
             elapsed = now - self._arrival.at_s
             self._metrics.first_token_s.observe(elapsed)
+            self._counts.first_tokens = 1
+            self._counts.first_token_s = elapsed
             if self._arrival.first_token_s is None:
                 self._arrival.first_token_s = elapsed

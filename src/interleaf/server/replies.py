@@ -112,11 +112,20 @@ class Reply(ABC):
         return self._before + as_json(choice) + self._after
 
 
-def usage(generations: Sequence[Generation]) -> dict[str, int]:
-    """OpenAI's counts. Tokens that a stop string's end left uncounted are not output."""
+def usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """OpenAI's counts. Tokens that a stop string's end left uncounted are not output.
+
+    Cached tokens are told only where there is a cache, so that 0 means that nothing was found.
+    """
     prompt = sum(len(generation.prompt) for generation in generations)
     output = sum(generation.num_output_tokens for generation in generations)
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output
+    }  # fmt: skip
+    cached = [generation.num_cached for generation in generations if generation.num_cached is not None]
+    if cached:
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    return counts
 
 
 def completion_logprobs(

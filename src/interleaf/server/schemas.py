@@ -23,6 +23,7 @@ MAX_LOGPROBS = 20
 """Most alternatives per token, as OpenAI and vLLM have it; the engine itself gives more."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_SALT_CHARACTERS = 1024
 _BODY_ITSELF = "$"
 
 B = TypeVar("B", bound=Struct)
@@ -58,6 +59,15 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def salt(self) -> str | None:
+        """Only requests of the same salt share cached prefixes. Raises: ApiError: it is empty or too long."""
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_CHARACTERS:
+            limit = f"a text of 1 to {MAX_SALT_CHARACTERS} characters"
+            raise bad_request(f"cache_salt must be {limit}, got {len(self.cache_salt)}", "cache_salt")
+        return self.cache_salt
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The engine's parameters. Raises: InvalidSamplingParams, ApiError."""

@@ -55,12 +55,18 @@ def pool_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype, device: t
 
 
 def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
-    """Memory that a step needs beside weights and pool: activations of the widest layer, logits, libraries."""
-    spec, rows = shard.spec, config.max_batch_tokens
+    """Memory that a step needs beside weights and pool: activations of the widest layer, sampling, tables, libraries.
+
+    Logits count twice, in a captured step and in one that is not; the table of pages too, by seats and as lists.
+    """
+    spec, rows, seats = shard.spec, config.max_batch_tokens, config.max_num_seqs
     qkv = (shard.heads.count + 2 * shard.kv_heads.count) * spec.head_dim
     activations = rows * (4 * spec.hidden_size + 2 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
-    logits = config.max_num_seqs * spec.vocab_size * (dtype.itemsize + 2 * torch.float32.itemsize)
-    return activations + logits + _LIBRARIES_BYTES
+    logits = 2 * seats * spec.vocab_size * dtype.itemsize
+    sampling = DeviceSampler.most_bytes(seats, spec.vocab_size, seats)
+    longest = config.max_model_len or spec.max_position
+    tables = 2 * (seats + 1) * (-(-longest // config.page_tokens) + 1) * torch.int32.itemsize
+    return activations + logits + sampling + tables + _LIBRARIES_BYTES
 
 
 def build_runner(
@@ -77,8 +83,11 @@ def build_runner(
         pool: with the scrap page.
         image: of an adapter in the host tier.
         progress: of the warm-up.
+
+    Raises: ConfigError: the pool has more tiles than the LoRA kernels can number.
     """
     geometry, spec = pool.geometry, model.spec
+    _require_countable(pool, model.shard)
     device = CudaDevice(pool.data.device)
     runner = CudaRunner(
         device=device,
@@ -108,3 +117,14 @@ def build_runner(
         max_model_len=max_model_len,
     ).run(progress)
     return runner
+
+
+def _require_countable(pool: PagePool, shard: Shard) -> None:
+    geometry = pool.geometry
+    tile = geometry.tile(shard.widths())
+    most = (2**31 - 1) // (geometry.page_elems // tile)
+    if pool.num_pages > most:
+        raise ConfigError(
+            f"a pool of {pool.num_pages} pages is too large for this model's tiles of {tile} elements: give memory of "
+            f"{(most - 1) * geometry.page_bytes} bytes at most"
+        )

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol, cast
 
 import torch
+
+_LEFT_BYTES = 2**28
+"""Of the device's memory, that graphs leave alone."""
 
 
 class Event(Protocol):
@@ -53,7 +56,11 @@ class Device(Protocol):
         """Host memory that copies of their own accord: [num_bytes] uint8."""
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Record what `run` enqueues, without doing it. Returns: the graph, and where each replay leaves the result."""
+        """Record what `run` enqueues, without doing it.
+
+        Returns: the graph, and where each replay leaves the result.
+        Raises: OutOfMemoryError: little is left, and steps that are launched kernel by kernel may need it.
+        """
 
     def synchronize(self) -> None:
         """Wait for everything."""
@@ -83,6 +90,8 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        if torch.cuda.mem_get_info(self.torch_device)[0] < _LEFT_BYTES:
+            raise torch.OutOfMemoryError(f"under {_LEFT_BYTES} bytes are free")
         # torch.cuda.graph would wait for the device and empty its caches first, which costs a running server steps.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capture):
@@ -90,8 +99,11 @@ class CudaDevice:
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
                 result = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what is told is what broke the capture, not that it is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return cast(Graph, graph), result
 
     def synchronize(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from interleaf.attention import StepAttention
-from interleaf.engine.cuda.device import Device, Graph
+from interleaf.engine.cuda.device import Device
 from interleaf.kernels import LoraWork
 from interleaf.kernels.rotary import RopeAngles
 from interleaf.model.transformer import Transformer
@@ -28,10 +28,10 @@ _STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedPieces:
-    """The graphs of one step, in their order."""
+class Pieces:
+    """What enqueues the pieces of one step, in their order: replays of graphs, or the launches themselves."""
 
-    pieces: Sequence[Graph]
+    pieces: Sequence[Callable[[], object]]
 
 
 class PiecewiseForward:
@@ -63,15 +63,22 @@ class PiecewiseForward:
         """Rows of the pieces that take so many."""
         return min(-(-num_rows // _STEP) * _STEP, self.max_rows)
 
-    def capture(self, capacity: int, lora: LoraWork | None) -> CapturedPieces:
+    def capture(self, capacity: int, lora: LoraWork | None) -> Pieces:
         """Capture the pieces of a step. Everything they launch must have been compiled."""
+        return Pieces([self._device.capture(run)[0].replay for run in self._runs(capacity, lora)])
+
+    def uncaptured(self, capacity: int, lora: LoraWork | None) -> Pieces:
+        """The pieces, launched kernel by kernel: the same shapes, so that a row's bits do not tell which it was."""
+        return Pieces(self._runs(capacity, lora))
+
+    def _runs(self, capacity: int, lora: LoraWork | None) -> list[Callable[[], torch.Tensor]]:
         runs: list[Callable[[], torch.Tensor]] = [lambda: self._begin(capacity, lora)]
         runs += [lambda i=i: self._after(i, capacity, lora) for i in range(self._model.spec.num_layers)]  # type: ignore[misc]
-        return CapturedPieces([self._device.capture(run)[0] for run in runs])
+        return runs
 
     def run(
         self,
-        captured: CapturedPieces,
+        pieces: Pieces,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: StepAttention,
@@ -86,10 +93,11 @@ class PiecewiseForward:
         self._tokens[:n].copy_(token_ids)
         self._positions[:n].copy_(positions)
         angles, qkv, o = RopeAngles(self._cos[:n], self._sin[:n]), self._qkv[:n], self._o[:n]
-        captured.pieces[0].replay()
-        for layer, piece in enumerate(captured.pieces[1:]):
+        first, *others = pieces.pieces
+        first()
+        for layer, piece in enumerate(others):
             o.copy_(attention.forward(layer, qkv, angles))
-            piece.replay()
+            piece()
         return self._model.logits(self._y[:n], self._h[:n], sampled)
 
     def _begin(self, rows: int, lora: LoraWork | None) -> torch.Tensor:

@@ -22,7 +22,7 @@ from interleaf.core import AdapterUid, PooledLayout, StepPlan, StepResult
 from interleaf.engine.cuda.device import Device, Event, Graph
 from interleaf.engine.cuda.graphs import GraphCache
 from interleaf.engine.cuda.inputs import DeviceInputs, Rows
-from interleaf.engine.cuda.pieces import CapturedPieces, PiecewiseForward
+from interleaf.engine.cuda.pieces import Pieces, PiecewiseForward
 from interleaf.engine.cuda.staging import Staging
 from interleaf.engine.device_sampler import DeviceSampler, PendingSample, SamplingKind
 from interleaf.errors import EngineDead
@@ -134,12 +134,13 @@ class CudaRunner:
         )
         self._staging = Staging(device, DeviceInputs.staged_bytes(num_seats, max_rows, max_pages))
         self._graphs: GraphCache[_Decode] | None = None
-        self._mixed_graphs: GraphCache[CapturedPieces] | None = None
+        self._mixed_graphs: GraphCache[Pieces] | None = None
         if max_graphs:
             self._graphs = GraphCache(num_seats, max_graphs)
             self._mixed_graphs = GraphCache(num_seats, -(-max_graphs // 4))
             self._pieces = PiecewiseForward(device, model, pool.data, num_seats)
         self._tokens = [device.pinned(8 * num_seats).view(torch.int64) for _ in range(2)]
+        self._outside: torch.Tensor | None = None  # logits for `sample_outside`, made when a decode step first needs it
         self._not_loaded: set[AdapterUid] = set()  # whose load has failed, and whose pages are to be given back yet
         self._stats = RunnerStats()
         self._failure: BaseException | None = None
@@ -265,6 +266,9 @@ class CudaRunner:
         if lora is not None:
             lora.upload()
 
+        # Where graphs leave logits, they all leave them in one place: each its own would add up to gigabytes.
+        outside = self._logits() if kind is SamplingKind.OUTSIDE else None
+
         def run() -> torch.Tensor:
             batch = Batch(
                 token_ids=self._sampler.last_token.index_select(0, rows.seats),
@@ -273,8 +277,8 @@ class CudaRunner:
                 lora=None if lora is None else lora.work,
             )
             logits = self._model.forward(batch, self._pool.data)
-            if kind is SamplingKind.OUTSIDE:
-                return logits
+            if outside is not None:
+                return outside[:capacity].copy_(logits)
             return self._sampler.choose(logits, rows.seats, kind)
 
         key = (capacity, _lora_key(lora), kind)
@@ -291,6 +295,12 @@ class CudaRunner:
             return None, self._sampler.sample_outside(result[:num_rows], plan.decode, rows.seats[:num_rows])
         return result[:num_rows], None
 
+    def _logits(self) -> torch.Tensor:
+        if self._outside is None:
+            shape = self._num_seats, self._model.spec.vocab_size
+            self._outside = torch.empty(shape, dtype=self._model.dtype, device=self._device.torch_device)
+        return self._outside
+
     def _mixed(self, plan: StepPlan) -> tuple[torch.Tensor | None, PendingSample | None]:
         rows = self._inputs.rows(plan, self._staging)
         in_pieces = self._mixed_graphs is not None and plan.num_tokens <= self._pieces.max_rows
@@ -303,10 +313,9 @@ class CudaRunner:
             lora.upload()
         work = None if lora is None else lora.work
         token_ids = self._token_ids(rows)
-        captured = self._captured_pieces(plan.num_tokens, lora) if in_pieces else None
-        if captured is not None:
-            self._stats.num_piecewise_steps += 1
-            logits = self._pieces.run(captured, token_ids, rows.device.positions, attention, rows.sampled)
+        if in_pieces:
+            pieces = self._pieces_of(plan.num_tokens, lora)
+            logits = self._pieces.run(pieces, token_ids, rows.device.positions, attention, rows.sampled)
         else:
             batch = Batch(token_ids, rows.device.positions, attention, rows.sampled, work)
             logits = self._model.forward(batch, self._pool.data)
@@ -316,15 +325,18 @@ class CudaRunner:
             return None, self._sampler.sample_outside(logits, plan.sampled_seats, rows.sampled_seats)
         return self._sampler.choose(logits, rows.sampled_seats, kind), None
 
-    def _captured_pieces(self, num_rows: int, lora: LoraStep | None) -> CapturedPieces | None:
+    def _pieces_of(self, num_rows: int, lora: LoraStep | None) -> Pieces:
         graphs = self._mixed_graphs
         assert graphs is not None
         capacity = self._pieces.capacity(num_rows)
         key = ("pieces", capacity, _lora_key(lora))
+        work = None if lora is None else lora.work
         captured = graphs.find(key)
         if captured is None and graphs.is_due(key):
-            work = None if lora is None else lora.work
             captured = graphs.keep(key, lambda: self._pieces.capture(capacity, work))
+        if captured is None:
+            return self._pieces.uncaptured(capacity, work)
+        self._stats.num_piecewise_steps += 1
         return captured
 
     def _token_ids(self, rows: Rows) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""What a GPU's pool leaves room for, and how large it may be; no GPU is asked."""
+
+import pytest
+import torch
+
+from interleaf.config import EngineConfig
+from interleaf.engine.cuda.build import _require_countable, step_bytes
+from interleaf.engine.device_sampler import DeviceSampler
+from interleaf.errors import ConfigError
+from interleaf.memory.geometry import PageGeometry
+from interleaf.parallel.shard import Shard
+from tests.support.pooled_model import spec_of
+from tests.support.tiny_models import make_model
+
+
+@pytest.fixture(scope="module")
+def shard():
+    return Shard(spec_of(make_model("llama3")))
+
+
+def config(**settings):
+    return EngineConfig(**({"device": "cuda", "memory": "1GiB", "max_num_seqs": 64, "max_model_len": 64} | settings))
+
+
+def test_a_step_has_room_for_seats_that_all_are_penalised_and_ask_for_logprobs(shard):
+    few, many = (step_bytes(config(max_num_seqs=seats), shard, torch.bfloat16) for seats in (1, 513))
+    vocab = shard.spec.vocab_size
+    sampling = DeviceSampler.most_bytes(513, vocab, 513) - DeviceSampler.most_bytes(1, vocab, 1)
+    assert many - few >= sampling + 512 * vocab * 2 * 2
+
+
+def test_tables_of_pages_are_counted(shard):
+    large, small = (step_bytes(config(page_tokens=n), shard, torch.bfloat16) for n in (16, 1))
+    assert small - large == 2 * 65 * (64 - 4) * 4
+
+
+class Pool:
+    """As large as it is said to be."""
+
+    def __init__(self, geometry, num_pages):
+        self.geometry, self.num_pages = geometry, num_pages
+
+
+def test_a_pool_of_more_tiles_than_kernels_can_number_is_refused(shard):
+    geometry = PageGeometry(16, shard.spec.num_layers, shard.kv_heads.count, shard.spec.head_dim, 2)
+    most = (2**31 - 1) // (geometry.page_elems // geometry.tile(shard.widths()))
+    _require_countable(Pool(geometry, most), shard)
+    with pytest.raises(ConfigError, match="too large for this model's tiles"):
+        _require_countable(Pool(geometry, most + 1), shard)

@@ -1,0 +1,39 @@
+"""Which captured steps are kept, and when the others leave. A graph is anything here."""
+
+import torch
+
+from interleaf.engine.cuda.graphs import GraphCache
+
+
+def test_the_last_graph_leaves_only_when_there_is_another():
+    """Graphs share memory that torch gives up with the last of them, and then captures no more into."""
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=1)
+    seen = []
+    for key in ("a", "b"):
+        cache.keep((key,), lambda key=key: seen.append(len(cache)) or key)
+    assert seen == [0, 1]
+    assert (cache.find(("a",)), cache.find(("b",)), len(cache)) == (None, "b", 1)
+
+
+def test_the_least_recently_used_leaves_first():
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
+    for key in ("a", "b"):
+        cache.keep((key,), lambda key=key: key)
+    cache.find(("a",))
+    cache.keep(("c",), lambda: "c")
+    assert [cache.find((key,)) for key in ("a", "b", "c")] == ["a", None, "c"]
+
+
+def test_a_key_for_which_there_was_no_memory_is_not_tried_again():
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
+    tried = []
+
+    def refuse():
+        tried.append(True)
+        raise torch.OutOfMemoryError
+
+    assert cache.keep(("a",), refuse) is None
+    assert cache.keep(("a",), refuse) is None
+    assert len(tried) == 1
+    assert (len(cache), cache.num_captures) == (0, 0)
+    assert cache.keep(("b",), lambda: "b") == "b"

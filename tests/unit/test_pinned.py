@@ -1,0 +1,103 @@
+"""Images registered with a driver that takes whole memory pages, once each, as CUDA's does."""
+
+import gc
+import mmap
+
+import pytest
+import torch
+
+from interleaf.adapters import pinned
+from interleaf.adapters.image import AdapterImage
+from interleaf.core import PooledLayout
+
+PAGE = mmap.PAGESIZE
+LAYOUT = PooledLayout((), (), 1, 0)
+
+
+class Driver:
+    """Knows which memory pages are registered; refuses those that are already."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, range] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, first: int, num_bytes: int, flags: int) -> int:
+        pages = range(first // PAGE, -(-(first + num_bytes) // PAGE))
+        if self.refuses or any(page in taken for taken in self.ranges.values() for page in pages):
+            return 712
+        self.ranges[first] = pages
+        return 0
+
+    def cudaHostUnregister(self, first: int) -> int:
+        del self.ranges[first]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(pinned, "_forget_error", lambda: None)
+    return driver
+
+
+def images(*sizes: int, first: int = 64) -> list[AdapterImage]:
+    """Images side by side in one block, as a heap gives them."""
+    block = torch.arange(first + sum(sizes)).to(torch.uint8)
+    made = []
+    for size in sizes:
+        made.append(AdapterImage(LAYOUT, block[first : first + size].view(1, 1, -1)))
+        first += size
+    return made
+
+
+def test_neighbours_on_the_heap_are_all_registered_and_share_no_page(driver):
+    before = images(3 * PAGE, 100, 5 * PAGE + 64, 2**20)
+    after = [pinned.pin(image) for image in before]
+    assert len(driver.ranges) == 4
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.data, other.data)
+        assert other.layout is one.layout
+        pages = driver.ranges[other.data.data_ptr()]
+        assert len(pages) == -(-other.num_bytes // PAGE)
+
+
+def test_memory_that_is_an_image_s_own_is_registered_where_it_lies(driver):
+    mapping = mmap.mmap(-1, 4 * PAGE)
+    image = AdapterImage(LAYOUT, torch.frombuffer(mapping, dtype=torch.uint8, offset=PAGE).view(1, 1, -1))
+    assert pinned.pin(image) is image
+    assert [*driver.ranges] == [image.data.data_ptr()]
+
+
+def test_it_is_let_go_with_the_image(driver):
+    image = pinned.pin(images(PAGE)[0])
+    assert driver.ranges
+    del image
+    gc.collect()
+    assert not driver.ranges
+
+
+def test_an_image_that_the_driver_refuses_stays_as_it_is_and_leaves_no_error(driver, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(pinned, "_forget_error", lambda: forgotten.append(True))
+    driver.refuses = True
+    image = images(PAGE)[0]
+    assert pinned.pin(image) is image
+    assert forgotten == [True]
+    assert not driver.ranges
+
+
+def test_an_image_for_which_there_is_no_memory_elsewhere_stays_as_it_is(driver, monkeypatch):
+    def none_left(data):
+        raise OSError(12, "no memory")
+
+    monkeypatch.setattr(pinned, "_moved", none_left)
+    image = images(PAGE)[0]
+    assert pinned.pin(image) is image
+    assert not driver.ranges
+
+
+def test_an_empty_image_is_left_alone(driver):
+    image = AdapterImage(LAYOUT, torch.zeros(0, 2, 4))
+    assert pinned.pin(image) is image
+    assert not driver.ranges
