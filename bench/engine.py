@@ -69,7 +69,10 @@ class Session:
         self.engine = BenchEngine(self.model, settings, self.arena)
         parts = self.engine.parts
         gb = self.engine.num_pool_pages * parts.geometry.page_bytes / 1e9
-        self.say(f"engine of {self.model.stem} built in {self.engine.build_s:.1f} s, pool of {gb:.1f} GB: {settings}")
+        free = f", {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if parts.pool.data.is_cuda else ""
+        self.say(
+            f"engine of {self.model.stem} built in {self.engine.build_s:.1f} s, pool of {gb:.1f} GB{free}: {settings}"
+        )
         return self.engine
 
     def close(self) -> None:

@@ -103,6 +103,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags |= {
         "--memory": POOL_PAGES * PAGE_BYTES,
         "--adapter-host-memory": 2 * ADAPTER_PAGES * PAGE_BYTES,
+        "--eviction": "lru",
         "--load-timeout": LOAD_TIMEOUT_S,
         "--adapters-dir": folder / "root",
         "--served-model-name": "base",

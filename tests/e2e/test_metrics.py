@@ -46,7 +46,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def scrape(url: str) -> Samples:
-    answer = httpx.get(url + "/metrics")
+    answer = httpx.get(url + "/metrics", timeout=60)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return samples_of(answer.text)

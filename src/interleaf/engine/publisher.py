@@ -67,6 +67,7 @@ class Publisher:
         self._last_call = 0
         self._stopping = False
         self._engine = Link(str(run / ENGINE_SOCKET))
+        self._unread: list[bytes] = []  # what the engine has said behind its welcome
         self._engine.send(m.encode(m.Hello("publisher")))
         self._welcome = self._read_welcome()
         self._shard = Shard(self._welcome.spec)
@@ -82,6 +83,8 @@ class Publisher:
 
     def run(self) -> None:
         """Serve until `stop`. Raises: ConnectionError: the engine has died."""
+        for data in self._unread:  # among it what the publisher before was asked for
+            self._from_engine(data)
         while not self._stopping:
             self._endpoint.wait(_IDLE_WAIT_S, self._engine)
             for data in self._engine.receive():
@@ -100,8 +103,9 @@ class Publisher:
     def _read_welcome(self) -> m.WelcomePublisher:
         while True:
             self._engine.wait(_IDLE_WAIT_S)
-            for data in self._engine.receive():
-                message = _REPLIES.decode(data)
+            self._unread += self._engine.receive()
+            if self._unread:
+                message = _REPLIES.decode(self._unread.pop(0))
                 assert isinstance(message, m.WelcomePublisher), message  # the engine's first word
                 return message
 
