@@ -12,8 +12,11 @@ import httpx
 import pytest
 
 from interleaf.config import ServerConfig
-from interleaf.errors import AdapterRejected, AdaptersUnavailable, PoolTooSmall
+from interleaf.core import AdapterUid
+from interleaf.engine.serving import AsyncEngine
+from interleaf.errors import AdapterLoadFailed, AdapterRejected, AdaptersUnavailable, PoolTooSmall
 from interleaf.server.start import adapter_folders, load_adapters
+from tests.e2e.test_metrics import scrape, value
 from tests.support.asynchronous import asynchronous
 from tests.support.peft_folders import Draft, write_defective
 from tests.support.served import FakeEngine, error_of, serving, tiny_engine
@@ -289,3 +292,40 @@ def test_a_folder_of_adapters_is_those_folders_in_it_that_have_a_config(folder: 
     (folder / "empty").mkdir()
     assert list(adapter_folders(str(folder))) == ["good", "link"]
     assert adapter_folders(None) == {}
+
+
+def test_a_copy_that_breaks_fails_its_requests_and_no_others_and_is_made_again_when_asked(tmp_path: Path) -> None:
+    model = save_model(make_model("llama3"), tmp_path / "model")
+
+    async def prepare(engine: AsyncEngine) -> None:
+        for i, name in enumerate(("good", "bad")):
+            await engine.load_adapter(name, f"dummy:r=4,targets=all,seed={i}")
+
+    def ask(name: str) -> httpx.Response:
+        body = {"model": name, "prompt": [5, 6], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        return httpx.post(url + "/v1/completions", json=body, timeout=60)
+
+    settings = {"memory": "4MiB", "page_tokens": 4, "max_num_seqs": 8, "max_batch_tokens": 64}
+    with serving(lambda: tiny_engine(model, **settings), prepare) as (url, engine):
+        parts = engine._client._parts  # type: ignore[attr-defined]
+        copier, bad = parts.runner._copier, parts.registry.uid("bad")
+        image = copier._image
+
+        def breaking(uid: AdapterUid) -> object:
+            if uid == bad:
+                raise AdapterLoadFailed(uid, "half of it is gone")
+            return image(uid)
+
+        copier._image = breaking
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(ask, ("bad", "good", "base") * 2))
+        assert [answer.status_code for answer in answers] == [500, 200, 200] * 2
+        assert error_of(answers[0])["code"] == "request_failed"
+        assert "half of it is gone" in str(error_of(answers[0])["message"])
+        samples = scrape(url)
+        assert 1 <= value(samples, "adapter_failed_loads_total") <= 2
+        assert value(samples, "pool_pages", owner="kv") == 0
+        assert value(samples, "pool_pages", owner="adapter") == value(samples, "adapter_resident_pages", adapter="good")
+        assert value(samples, "adapter_load_seconds_count") == value(samples, "adapters_resident") == 1
+        copier._image = image
+        assert ask("bad").status_code == 200

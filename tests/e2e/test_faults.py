@@ -72,7 +72,9 @@ class Server:
 
     def assert_balanced(self) -> None:
         """Nobody runs or waits, and every page is free or an idle adapter's."""
-        eventually(lambda: value(self.look(), "num_requests_running") == value(self.look(), "num_requests_waiting") == 0)
+        eventually(
+            lambda: value(self.look(), "num_requests_running") == value(self.look(), "num_requests_waiting") == 0
+        )
         eventually(lambda: value(self.look(), "pool_pages", owner="kv") == 0)
         samples = self.look()
         adapter_pages = value(samples, "pool_pages", owner="adapter")

@@ -24,7 +24,7 @@ def test_the_least_recently_used_leaves_first():
     assert [cache.find((key,)) for key in ("a", "b", "c")] == ["a", None, "c"]
 
 
-def test_a_key_for_which_there_was_no_memory_is_not_tried_again():
+def test_a_key_for_which_there_was_no_memory_is_tried_again_ever_more_rarely():
     cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
     tried = []
 
@@ -37,3 +37,8 @@ def test_a_key_for_which_there_was_no_memory_is_not_tried_again():
     assert len(tried) == 1
     assert (len(cache), cache.num_captures) == (0, 0)
     assert cache.keep(("b",), lambda: "b") == "b"
+    for _ in range(300):
+        cache.keep(("a",), refuse)
+    assert len(tried) == 3  # after 64 meetings, and after 128 more
+    found = [cache.keep(("a",), lambda: "a") for _ in range(300)]
+    assert found[-1] == "a"

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from interleaf import errors
 from interleaf.config import EngineConfig
 from interleaf.core import (
+    AdapterFound,
     AdapterUid,
     FinishReason,
     ModelSpec,
     RequestAborted,
     RequestFailed,
     RequestFinished,
+    RequestWaiting,
     RopeKind,
     RopeSpec,
     SamplingParams,
+    SequenceStart,
     StreamOrder,
     TokenEvent,
     TokenLogprobs,
@@ -35,10 +38,20 @@ from tests.support.peft_folders import MODEL
 UID = AdapterUid("ab" * 32)
 SPEC = dataclasses.replace(ModelSpec(**MODEL), rope=RopeSpec(kind=RopeKind.LLAMA3, factor=8.0), eos_token_ids=(2, 3))
 ERROR = m.WireError.of(errors.AdapterNotFound("legal"))
-STATS = EngineStats(PoolStats(9, 1, 3, 5, 4, 6, 4096), *range(13), waiting_by_reason={"pages": 2})
+STATS = EngineStats(
+    PoolStats(9, 1, 3, 5, 4, 6, 4096),
+    *range(13),
+    waiting_by_reason={"pages": 2},
+    load_counts=(1, 2),
+    adapter_pages={UID: 3},
+)
+
+START = SequenceStart(1.5, 32, AdapterFound.LATE, 0.25)
+WAITING = RequestWaiting("r", 5.25, "pages")
 
 MESSAGES: list[tuple[Any, m.Message]] = [
     (m.ToEngine, m.Hello("api")),
+    (m.ToEngine, m.Submit("r", (1, 2), SamplingParams(max_tokens=3), UID, "a salt")),
     (m.ToEngine, m.Abort("r", None)),
     (m.ToEngine, m.Abort("r", 3)),
     (m.ToEngine, m.AskStats(4)),
@@ -47,6 +60,7 @@ MESSAGES: list[tuple[Any, m.Message]] = [
     (m.ToEngine, m.Fetched(UID, None, "it has changed")),
     (m.ToApi, m.Welcome(EngineInfo(256, 128, (2,), 8))),
     (m.ToApi, m.Refused("r", ERROR, True)),
+    (m.ToApi, m.Events((TokenEvent("r", 0, 5, start=START), TokenEvent("r", 0, 6)), waiting=(WAITING,))),
     (m.ToApi, m.Stats(4, STATS)),
     (m.ToApi, m.Stopping("the device has gone")),
     (m.EngineToPublisher, m.WelcomePublisher(SPEC, PageGeometry(4, 3, 2, 16, 4), "float32", StreamOrder.TILES, (UID,))),

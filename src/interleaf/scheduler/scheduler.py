@@ -26,6 +26,7 @@ from interleaf.core import (
     StepPlan,
     StepResult,
     TokenEvent,
+    TokenLogprobs,
 )
 from interleaf.memory.allocator import PageAllocator
 from interleaf.memory.geometry import PageGeometry
@@ -254,26 +255,44 @@ class Scheduler:
         """Take in what a step sampled. Plans are committed in the order they were made."""
         planned, rows = self._in_flight.popleft()
         assert planned is plan, f"step {plan.step} committed before step {planned.step}"
+        logprobs = result.logprobs or (None,) * len(rows)
+        assert len(rows) == len(result.token_ids) == len(logprobs)
+        num_decoded = len(plan.decode)
+        self._take_in(rows[:num_decoded], result.token_ids, logprobs, is_prompt_end=False)
+        self._take_in(rows[num_decoded:], result.token_ids[num_decoded:], logprobs[num_decoded:], is_prompt_end=True)
+
+    def _take_in(
+        self,
+        rows: tuple[Sequence, ...],
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        *,
+        is_prompt_end: bool,
+    ) -> None:
+        """Append a token to each of some sequences.
+
+        Args:
+            token_ids, logprobs: as many as rows, or more.
+            is_prompt_end: the rows end a chunk, so that the tokens may be the first ones.
+        """
         ended = SequenceState.ENDED
         add_event = self._events.append
-        logprobs = result.logprobs or (None,) * len(rows)
-        num_decoded = len(plan.decode)  # the rows after them end a prompt: they alone may have a first token
-        for row, (seq, token, token_logprobs) in enumerate(zip(rows, result.token_ids, logprobs, strict=True)):
+        for seq, token, token_logprobs in zip(rows, token_ids, logprobs, strict=False):
             if seq.state is ended:
                 continue  # the one token in excess
-            token_ids = seq.token_ids
-            token_ids.append(token)
-            start = seq.start if row >= num_decoded and len(token_ids) == seq.prompt_tokens + 1 else None
-            if token in seq.stop_ids or len(token_ids) == seq.max_tokens:
+            known = seq.token_ids
+            known.append(token)
+            start = seq.start if is_prompt_end and len(known) == seq.prompt_tokens + 1 else None
+            if token in seq.stop_ids or len(known) == seq.max_tokens:
                 reason = seq.finish_reason()
                 stop_token = token if reason is FinishReason.STOP else None
                 add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, reason, stop_token, start))
                 self._admission.ended(seq)
                 self._end(seq)
-            elif start is not None:
-                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, start=start))
-            else:
+            elif start is None:
                 add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs))
+            else:
+                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, start=start))
 
     # ------------------------------------------------------------------ ends
 

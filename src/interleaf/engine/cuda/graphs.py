@@ -33,6 +33,24 @@ def decode_capacities(max_rows: int) -> tuple[int, ...]:
     return (*(c for c in found if c < max_rows), max_rows)
 
 
+_RETRY_AFTER = 64
+"""Meetings of a key until it is captured again after memory was short for the first time."""
+
+
+class _Refusal:
+    """A key for which there was no memory; it is not tried for so many meetings."""
+
+    __slots__ = ("left", "patience")
+
+    def __init__(self, patience: int) -> None:
+        self.patience = self.left = patience
+
+    def spares(self) -> bool:
+        """Count a meeting. Returns: whether it is too early to try again."""
+        self.left -= 1
+        return self.left >= 0
+
+
 class GraphCache(Generic[Captured]):
     """What has been captured, the least recently used leaving first.
 
@@ -51,7 +69,7 @@ class GraphCache(Generic[Captured]):
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._met: set[Key] = set()
-        self._refused: set[Key] = set()
+        self._refused: dict[Key, _Refusal] = {}
         self.num_captures = 0
         self.capture_seconds = 0.0
 
@@ -80,18 +98,21 @@ class GraphCache(Generic[Captured]):
         """Capture a key and keep it. Everything that it launches must have been compiled.
 
         Others leave only afterwards: memory that graphs share would be given up with the last of them.
-        Returns: None if there is no memory for it, and from then on: steps of that key go on kernel by kernel.
+        Returns: None if there is no memory for it. It is tried again when the key has been met as often as the refusal
+            says, twice as often each time: memory may have been short for a while, and an attempt costs a step.
         """
-        if key in self._refused:
+        refusal = self._refused.get(key)
+        if refusal is not None and refusal.spares():
             return None
         began = time.perf_counter()
         try:
             captured = self._graphs[key] = capture()
         except torch.OutOfMemoryError:
-            self._refused.add(key)
+            self._refused[key] = _Refusal(_RETRY_AFTER if refusal is None else 2 * refusal.patience)
             return None
         finally:
             self.capture_seconds += time.perf_counter() - began
+        self._refused.pop(key, None)
         while len(self._graphs) > self._max_graphs:
             self._graphs.popitem(last=False)
         self.num_captures += 1

@@ -1,0 +1,5 @@
+"""`python -m interleaf`: the command line."""
+
+from interleaf.cli import main
+
+main()
