@@ -155,8 +155,8 @@ class Supervisor:
         for listener in self._listeners:
             listener.listen(_BACKLOG)
             listener.setblocking(False)
-        workers = [self._spawn(f"api-{number}", "api") for number in range(1, api_workers + 1)]
         try:
+            workers = [self._spawn(f"api-{number}", "api") for number in range(1, api_workers + 1)]
             for worker in workers:
                 worker.wait_until_started()
             self._may_interrupt = False

@@ -20,6 +20,7 @@ _RANKS = (16, 64)
 _ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
 _PROMPT_TOKENS = 256
 _MIXED_ROWS = 64
+_SHORTEST_MODEL_LEN = 4
 
 
 class WarmUp:
@@ -51,6 +52,8 @@ class WarmUp:
 
         Args: progress: called with (parts done, parts in all).
         """
+        if self._max_model_len < _SHORTEST_MODEL_LEN:
+            return  # sequences so short that none of the steps below could be run
         parts = [*self._parts()]
         for done, part in enumerate(parts, start=1):
             part()
