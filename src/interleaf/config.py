@@ -83,9 +83,9 @@ class EngineConfig:
         max_model_len: prompt + max_tokens at most; None takes the model's own context.
         adapter_host_memory: budget of host memory for registered adapters; beyond it they are read from disk again.
         overlap: plan step k+1 while step k runs. Off, a step is planned after the one before has been read.
-        admission: what must fit in the pool before a sequence starts: its known tokens ("optimistic"), what it and those
-            that run are expected to need at once ("estimated"), or all that they may ever need ("conservative": nobody
-            is preempted).
+        admission: what must fit in the pool before a sequence starts: its known tokens ("optimistic"), what it and
+            those that run are expected to need at once ("estimated"), or all that they may ever need ("conservative":
+            nobody is preempted).
         eviction: which idle adapter or prefix leaves first: the one worth least, by the time it takes to bring it back
             and the chance that it will be wanted ("cost"), or the least recently used ("lru").
         prefix_cache: sequences of one adapter that begin alike share the pages of what they have in common.

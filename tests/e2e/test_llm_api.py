@@ -198,9 +198,13 @@ def test_ctrl_c_at_any_moment_leaves_an_engine_that_answers(folder: Path, overla
     with LLM(folder, memory="8MiB", seed=0, overlap=overlap, adapters={"a": DUMMY.format(1)}) as llm:
         expected = llm.generate([1, 2, 3], GREEDY, "a")
         timer = threading.Timer(delay_s, signal.raise_signal, [signal.SIGINT])
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()  # it may strike before this returns
+
+        def until_it_strikes() -> None:  # which may be before `start` returns
+            timer.start()
             generate_again_and_again(llm)
+
+        with pytest.raises(KeyboardInterrupt):
+            until_it_strikes()
         timer.join()
         assert llm.generate([1, 2, 3], GREEDY, "a") == expected
         assert llm.stats().pool.kv_pages == 0

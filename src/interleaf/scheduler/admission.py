@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from interleaf.core import AdapterUid
 from interleaf.memory.geometry import PageGeometry
 from interleaf.scheduler.sequence import Sequence
-
-Ints = NDArray[np.int64]
 
 
 class Admission(Protocol):
@@ -146,34 +142,29 @@ class Estimated:
 
     def __init__(self, prior: int = 256) -> None:
         self._lengths = OutputLengths(prior)
-        self._rows: dict[Sequence, tuple[int, int]] = {}
-        self._ends: Ints = np.zeros(0, dtype=np.int64)  # e, ascending
-        self._bases: Ints = np.zeros(0, dtype=np.int64)  # t - s, in the same order
+        self._rows: dict[Sequence, tuple[int, int, int]] = {}
+        self._sorted: list[tuple[int, int, int, Sequence]] = []  # (e, order of arrival, t - s, sequence), ascending
 
     def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
         self._renew(step)
-        ends, bases = self._ends, self._bases
+        rows = [(end, base) for end, _, base, _ in self._sorted]
         if candidate is not None:
-            end, base = self._row(candidate, step, geometry)
-            at = int(ends.searchsorted(end))
-            ends, bases = np.insert(ends, at, end), np.insert(bases, at, base)
-        if not len(ends):
-            return 0
-        counts = np.arange(len(ends), 0, -1)
-        held = bases[::-1].cumsum()[::-1] + counts * ends
-        # The last page of each is half empty, on average.
-        peak = int((held + counts * (geometry.page_tokens // 2)).max())
+            insort(rows, self._row(candidate, step, geometry))
+        half = geometry.page_tokens // 2  # the last page of each is half empty, on average
+        peak = held = 0
+        for count, (end, base) in enumerate(reversed(rows), start=1):
+            held += base
+            need = held + count * (end + half)
+            if need > peak:
+                peak = need
         return geometry.pages_for_tokens(peak)
 
     def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
         self._insert(seq, *self._row(seq, step, geometry))
 
     def left(self, seq: Sequence) -> None:
-        end, base = self._rows.pop(seq)
-        at = int(self._ends.searchsorted(end))
-        while self._bases[at] != base:  # rows that are equal are as good as each other
-            at += 1
-        self._ends, self._bases = np.delete(self._ends, at), np.delete(self._bases, at)
+        entry = self._rows.pop(seq)
+        del self._sorted[bisect_left(self._sorted, entry)]
 
     def ended(self, seq: Sequence) -> None:
         self._lengths.add(seq.adapter, seq.num_outputs)
@@ -185,17 +176,13 @@ class Estimated:
         return step + remaining, len(seq.token_ids) - len(seq.prefix) * geometry.page_tokens - step
 
     def _insert(self, seq: Sequence, end: int, base: int) -> None:
-        self._rows[seq] = end, base
-        at = int(self._ends.searchsorted(end))
-        self._ends, self._bases = np.insert(self._ends, at, end), np.insert(self._bases, at, base)
+        entry = self._rows[seq] = (end, seq.order, base)
+        insort(self._sorted, (*entry, seq))
 
     def _renew(self, step: int) -> None:
         """Think again of those that should have ended and still run."""
-        if not len(self._ends) or self._ends[0] > step:
-            return
-        for seq, (end, base) in list(self._rows.items()):
-            if end <= step:
-                self.left(seq)
-                expected = self._lengths.expected(seq.adapter, seq.num_outputs)
-                remaining = max(1, min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs)
-                self._insert(seq, step + remaining, base)
+        while self._sorted and self._sorted[0][0] <= step:
+            _, _, base, seq = self._sorted.pop(0)
+            expected = self._lengths.expected(seq.adapter, seq.num_outputs)
+            remaining = max(1, min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs)
+            self._insert(seq, step + remaining, base)
