@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,8 @@ class Program:
 
     Args:
         words: of the command line, after `interleaf serve`.
-        folder: for its temporary files and slabs.
+        folder: for its slabs. Its temporary files get a folder with a short path: sockets lie there, and the path of
+            one may have about 100 bytes.
 
     Attributes:
         url: where it answers.
@@ -32,6 +34,7 @@ class Program:
     def __init__(self, *words: object, folder: Path, **environment: str) -> None:
         self._words = [str(word) for word in words]
         self._folder = folder
+        self._temporary = tempfile.TemporaryDirectory(prefix="il-")
         self._environment = environment
         self._ready = threading.Event()
         self.log: list[str] = []
@@ -43,22 +46,26 @@ class Program:
 
     def __enter__(self) -> Program:
         paths = [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]
-        slabs, temporary = self._folder / "slabs", self._folder / "tmp"
-        for made in (slabs, temporary):
-            made.mkdir()
+        slabs = self._folder / "slabs"
+        slabs.mkdir()
         code = "from interleaf.cli import app; app()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", *self._words, "--port", "0", "--slab-dir", str(slabs)],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+            | {
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "TMPDIR": self._temporary.name,
+                "OMP_NUM_THREADS": "1",
+            }
             | self._environment,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         if not self._ready.wait(WAIT_S) or not self.url:
             self._end()
+            self._temporary.cleanup()
             raise AssertionError(f"it did not start: {self.log}")
         return self
 
@@ -68,8 +75,9 @@ class Program:
         self._end()
         if kind is None:
             assert self.process.returncode == 0, self.log[-20:]
-            left = [*(self._folder / "slabs").iterdir(), *(self._folder / "tmp").glob("interleaf-*")]
-            assert left == [], "it left something behind"
+        left = [*(self._folder / "slabs").iterdir(), *Path(self._temporary.name).glob("interleaf-*")]
+        self._temporary.cleanup()
+        assert kind is not None or left == [], "it left something behind"
 
     def _read(self) -> None:
         assert self.process.stderr is not None
