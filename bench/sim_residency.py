@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -109,7 +110,12 @@ def study(num_requests: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
         for name, times, policy in keys
         for seed in SEEDS
     ]
-    results = iter(list(pool.map(run, cells)))
+    done = []
+    for of in pool.map(run, cells):
+        done.append(of)
+        if len(done) % 20 == 0:
+            print(f"{len(done)} of {len(cells)}", file=sys.stderr)
+    results = iter(done)
     rows = []
     for (name, times, policy), pages in zip(keys, (cell.pool_pages for cell in cells[:: len(SEEDS)]), strict=True):
         seeds = [next(results) for _ in SEEDS]
