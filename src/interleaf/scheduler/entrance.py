@@ -210,7 +210,7 @@ class Entrance:
     def _count_lookup(self, seq: Sequence) -> None:
         if not seq.considered and seq.adapter is not None:
             seq.considered = True
-            self._residency.count_lookup(seq.adapter)
+            seq.found = self._residency.count_lookup(seq.adapter)
 
     @property
     def _nobody_runs(self) -> bool:
@@ -237,6 +237,15 @@ class Entrance:
         self.note_evicted()
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
+
+    def reason(self, seq: Sequence) -> WaitReason:
+        """What a waiting sequence that has had no seat yet waits for, as of the last plan."""
+        standing = self._waiting.standing(seq.adapter)
+        assert standing is not None, f"sequence {seq.owner} does not wait"
+        if standing is Standing.READY:
+            passed = WaitReason.PREFIX if self._passed_over[WaitReason.PREFIX] else WaitReason.QUEUED
+            return self._closed_by or passed
+        return self._unsent_by if standing is Standing.COLD else _REASONS[standing]
 
     def waiting_by_reason(self) -> Counter[WaitReason]:
         """How many sequences wait, and for what, as of the last plan."""

@@ -31,10 +31,10 @@ from interleaf.core import (
 from interleaf.memory.allocator import PageAllocator
 from interleaf.memory.geometry import PageGeometry
 from interleaf.memory.prefix import PrefixCache
-from interleaf.scheduler.accounts import AccountableEntrance
 from interleaf.scheduler.admission import Admission
 from interleaf.scheduler.calendar import Calendar
 from interleaf.scheduler.draft import Draft
+from interleaf.scheduler.entrance import Entrance
 from interleaf.scheduler.loads import HostImages, LoadLimits
 from interleaf.scheduler.pages import SequencePages
 from interleaf.scheduler.policy import Policy
@@ -93,7 +93,7 @@ class Scheduler:
         self._preemption = preemption
         self._seats = Seats(max_num_seqs)
         self._pages = SequencePages(geometry, allocator, residency, admission, prefixes)
-        self._entrance = AccountableEntrance(
+        self._entrance = Entrance(
             policy=policy,
             seats=self._seats,
             pages=self._pages,
