@@ -2,8 +2,8 @@
 
     python -m bench.sim_scale [--requests N] [--json PATH]
 
-10,000 adapters of rank 16 on Llama-3-8B, Zipf 1, 85 tokens in and 165 out in the mean, 256 seats, one H200, at a load
-that keeps all seats taken. Times are of one core.
+10,000 adapters of rank 16 on Llama-3-8B, Zipf 1, 85 tokens in and 165 out in the mean, 256 seats, one H200, at nearly
+the load that it can serve. Times are of one core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from interleaf.sim.world import Settings, build_world
 
 NUM_ADAPTERS = 10_000
 RATE = 124.0
-"""Requests a second: a little above what the modelled machine can serve, so that the seats stay taken."""
+"""Requests a second: nearly what the modelled machine can serve; 170 sequences run in the mean."""
 
 
 def main() -> None:
