@@ -83,8 +83,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are open or steps are in flight."""
-        return self._scheduler.has_requests or bool(self._in_flight)
+        """Whether requests are open, steps in flight, or events untold: an abort may have ended the last request."""
+        return self._scheduler.has_requests or bool(self._in_flight) or self._scheduler.has_events
 
     def submit(self, request: Request, stop_ids: frozenset[int], seed: int) -> None:
         """Accept a request; from now on it ends in exactly one terminal event.

@@ -337,6 +337,11 @@ class Scheduler:
         return bool(self._open)
 
     @property
+    def has_events(self) -> bool:
+        """Whether something has happened that nobody has been told of."""
+        return bool(self._events)
+
+    @property
     def num_running(self) -> int:
         return len(self._seats)
 
