@@ -18,7 +18,7 @@ from interleaf.engine.cuda.staging import Staging
 from interleaf.memory.page_table import Ints, PageTable
 
 Segments = list[tuple[AdapterUid | None, int, int]]
-"""(adapter, first row, rows) of each run of rows that share an adapter."""
+"""(adapter, first row, rows) of runs of rows that share an adapter; neighbours may share one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,10 @@ class DeviceInputs:
             chunk_tokens=staging.put(np.concatenate(known), i64) if known else None,
             sampled=staging.put(ends[samples], i64),
             sampled_seats=staging.put(seats[samples], i64),
-            segments=self._segments(list(zip(seats.tolist(), q_lens.tolist(), strict=True))),
+            segments=[
+                (self._adapter_of[seat], first, count)
+                for seat, first, count in zip(seats.tolist(), q_starts.tolist(), q_lens.tolist(), strict=False)
+            ],
         )
         self.table.advance(seats, q_lens)
         return made
@@ -192,7 +195,9 @@ class DeviceInputs:
     def _decoding(self, decode: tuple[int, ...]) -> tuple[Ints, Segments]:
         """Seats as an array, and their adapters; those of the step before, if the same sequences decode again."""
         if self._decode is None or self._decode[0] is not decode:
-            self._decode = decode, np.array(decode, dtype=np.int64), self._segments([(seat, 1) for seat in decode])
+            # One segment a row: to join those of one adapter would cost more than it saves.
+            segments = [(self._adapter_of[seat], row, 1) for row, seat in enumerate(decode)]
+            self._decode = decode, np.array(decode, dtype=np.int64), segments
         return self._decode[1], self._decode[2]
 
     def _record(self, seat: int, first: int, pages: Sequence[int]) -> None:
@@ -207,18 +212,3 @@ class DeviceInputs:
         assert known is not None, f"seat {seat} is free"
         assert first + count <= len(known), f"seat {seat} has {len(known)} known tokens only"
         return known[first : first + count]
-
-    def _segments(self, rows: list[tuple[int, int]]) -> Segments:
-        segments: Segments = []
-        previous: AdapterUid | None = None
-        first = 0
-        for seat, count in rows:
-            uid = self._adapter_of[seat]
-            if segments and uid == previous:
-                _, begin, so_far = segments[-1]
-                segments[-1] = (uid, begin, so_far + count)
-            else:
-                segments.append((uid, first, count))
-            previous = uid
-            first += count
-        return segments
