@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from interleaf.core import GROUP_MODULES, Module, ModuleSpan, PooledLayout, StreamLayout, StreamOrder
-from interleaf.kernels import DeviceLora
+from interleaf.kernels import DeviceLora, device_lora
 from interleaf.kernels.moulds import MAX_MOULDS, Moulds
 from interleaf.kernels.schemes import SchemeTable
 
@@ -190,3 +190,16 @@ def test_rows_and_adapters_that_do_not_fit_are_refused_by_name():
     finer = StreamLayout(other.spans, other.elems, StreamOrder.TILES, 64)
     with pytest.raises(ValueError, match=r"a tile must have 128 elements, as all in this pool, got 64"):
         book.add("x", PooledLayout((finer,), (0,) * LAYERS, R16[0].pages, 0), pages)
+
+
+def test_launches_of_kinds_of_adapters_that_came_and_went_are_forgotten(monkeypatch):
+    monkeypatch.setattr(device_lora, "_MAX_FAMILIES", 3)
+    book = DeviceLora(num_layers=LAYERS, lane_elems=LANE, max_rows=64, device="cpu")
+    keys = []
+    for rank in range(1, 12):
+        adapter = layout(16 * rank)
+        book.add(rank, adapter, range(adapter.pages))
+        keys += [book.plan(singles([rank] * size), graph=True).key for size in (1, 3)]
+        book.remove(rank)
+    assert len(set(keys)) == len(keys)
+    assert len(book._families) == 3

@@ -2,6 +2,7 @@
 
 import torch
 
+from interleaf.engine.cuda import graphs
 from interleaf.engine.cuda.graphs import GraphCache
 
 
@@ -42,3 +43,14 @@ def test_a_key_for_which_there_was_no_memory_is_tried_again_ever_more_rarely():
     assert len(tried) == 3  # after 64 meetings, and after 128 more
     found = [cache.keep(("a",), lambda: "a") for _ in range(300)]
     assert found[-1] == "a"
+
+
+def test_what_was_met_once_and_never_again_is_forgotten(monkeypatch):
+    monkeypatch.setattr(graphs, "_REMEMBERED", 3)
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
+    assert not cache.is_due(("often",))
+    for i in range(20):
+        assert not cache.is_due((i,))
+        assert cache.is_due(("often",))
+    assert not cache.is_due((0,))
+    assert (len(cache._met), len(cache._refused)) == (3, 0)

@@ -8,6 +8,7 @@ Source: S-LoRA (MLSys 2024) section 5.3; docs/adr/0010-image-order-per-device.md
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,11 @@ from interleaf.kernels.schemes import SchemeTable
 from interleaf.kernels.step_tables import Staging, StepTable, StepTables, tasks_from
 from interleaf.kernels.tasks import TASK_INTS, Members, RunBatch, make_tasks
 from interleaf.kernels.work import LoraWork
+
+_MAX_FAMILIES = 128
+"""Kept; a bucket of rows has one, and each new kind of adapter makes others. The graphs of one that has left are not
+found any more.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +92,7 @@ class DeviceLora:
         self._device = torch.device(device)
         self._residents = Residents(num_layers, lane_elems, self._device)
         self._schemes: dict[int, SchemeTable] = {}
-        self._families: dict[str, _Family] = {}
+        self._families: OrderedDict[str, _Family] = OrderedDict()  # the least recently used first
         self._num_keys = 0
         self._staging = Staging(self._device, self._table_ints(max_rows, len(LoraGroup)))
         self._tables: StepTables | None = None
@@ -168,6 +174,9 @@ class DeviceLora:
     def _in_mould(self, members: Members, end: int) -> LoraStep:
         table = self._scheme_table(1 << (end - 1).bit_length())
         family = self._families.setdefault(table.identity, _Family())
+        self._families.move_to_end(table.identity)
+        if len(self._families) > _MAX_FAMILIES:
+            self._families.popitem(last=False)
         mould = family.moulds.choose(table.demand(members.layouts, members.counts), table)
         cast = family.casts.get(mould)
         if cast is None:

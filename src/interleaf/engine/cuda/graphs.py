@@ -33,6 +33,9 @@ def decode_capacities(max_rows: int) -> tuple[int, ...]:
     return (*(c for c in found if c < max_rows), max_rows)
 
 
+_REMEMBERED = 4096
+"""Keys that were met, whether or not there is a graph for them."""
+
 _RETRY_AFTER = 64
 """Meetings of a key until it is captured again after memory was short for the first time."""
 
@@ -68,7 +71,7 @@ class GraphCache(Generic[Captured]):
         self.capacities = decode_capacities(max_rows)
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
-        self._met: set[Key] = set()
+        self._met: OrderedDict[Key, None] = OrderedDict()  # the longest ago first
         self._refused: dict[Key, _Refusal] = {}
         self.num_captures = 0
         self.capture_seconds = 0.0
@@ -89,10 +92,13 @@ class GraphCache(Generic[Captured]):
 
     def is_due(self, key: Key) -> bool:
         """Whether to capture a key that has no graph: it was met before."""
-        if key in self._met:
-            return True
-        self._met.add(key)
-        return False
+        is_due = key in self._met
+        self._met[key] = None
+        self._met.move_to_end(key)
+        if len(self._met) > _REMEMBERED:
+            forgotten, _ = self._met.popitem(last=False)
+            self._refused.pop(forgotten, None)
+        return is_due
 
     def keep(self, key: Key, capture: Callable[[], Captured]) -> Captured | None:
         """Capture a key and keep it. Everything that it launches must have been compiled.
