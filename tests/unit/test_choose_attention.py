@@ -94,18 +94,48 @@ def test_without_flashinfer_our_kernels_are_chosen_and_its_name_is_refused():
         choose("flashinfer")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("triton", torch.bfloat16), ("auto", torch.float32)])
 @pytest.mark.usefixtures("installed")
-def test_nothing_is_compiled_for_a_model_that_flashinfer_does_not_run(name, dtype, monkeypatch):
-    monkeypatch.setattr(flashinfer_jit, "build", lambda *_: pytest.fail("compiled"))
-    build_kernels(SPEC, dtype, EngineConfig(device="cpu", attention=name))
+def test_nothing_is_compiled_for_a_model_that_flashinfer_does_not_run(monkeypatch):
+    monkeypatch.setattr(flashinfer_jit, "build", lambda *_, **__: pytest.fail("compiled"))
+    build_kernels(SPEC, torch.float32, EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "attends"), [("auto", 64, True), ("auto", 80, False), ("triton", 64, False)]
+)
+@pytest.mark.usefixtures("installed")
+def test_attention_is_compiled_where_it_is_flashinfers_and_the_rest_in_any_case(name, head_dim, attends, monkeypatch):
+    built = []
+    monkeypatch.setattr(flashinfer_jit, "build", lambda *_, attends: built.append(attends))
+    build_kernels(replace(SPEC, head_dim=head_dim), torch.bfloat16, EngineConfig(device="cpu", attention=name))
+    assert built == [attends]
+
+
+@pytest.mark.parametrize("error", [
+    ImportError("libcudart.so.13: cannot open"), RuntimeError("Could not find nvcc\nand so on"), KeyError(),
+])  # fmt: skip
+@pytest.mark.usefixtures("installed")
+def test_where_flashinfer_is_broken_our_kernels_are_used_and_the_log_says_why(error, monkeypatch, caplog):
+    def build(*_, **__):
+        raise error
+
+    monkeypatch.setattr(flashinfer_jit, "build", build)
+    monkeypatch.setattr(flashinfer_jit, "_given_up", False)
+    with pytest.raises(ConfigError, match="cannot be had"):
+        build_kernels(SPEC, torch.bfloat16, EngineConfig(device="cpu", attention="flashinfer"))
+    assert isinstance(choose("auto"), FlashInferPaged)
+    build_kernels(SPEC, torch.bfloat16, EngineConfig(device="cpu"))
+    assert isinstance(choose("auto"), Triton)
+    assert not flashinfer_jit.is_usable()  # which decides who computes norms, too
+    (line,) = caplog.messages
+    assert line.endswith((str(error).splitlines() or [type(error).__name__])[0])
 
 
 @pytest.mark.usefixtures("installed")
 def test_what_is_compiled_is_told(monkeypatch):
     told, built = [], []
 
-    def build(dtype, head_dim, windowed, progress):
+    def build(dtype, head_dim, windowed, progress, *, attends):
         built.append((dtype, head_dim, windowed))
         progress(1, 3)
         progress(3, 3)

@@ -55,6 +55,9 @@ def test_what_is_missing_is_compiled_together_and_told(builds, monkeypatch):
     flashinfer_jit.build(torch.bfloat16, 128, False, lambda *n: told.append(n))
     assert builds == [[attention, silu]]
     assert told == [(1, 3), (3, 3)]
+    builds.clear()
+    flashinfer_jit.build(torch.bfloat16, 128, False, attends=False)
+    assert builds == [[silu]]
 
 
 def test_a_whole_cache_compiles_and_tells_nothing(builds, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,8 @@ from interleaf.errors import ConfigError
 from interleaf.kernels import flashinfer_jit
 from interleaf.memory.pool import PagePool
 from interleaf.parallel.shard import Shard
+
+logger = logging.getLogger(__name__)
 
 
 def choose_attention(pool: PagePool, shard: Shard, dtype: torch.dtype, config: EngineConfig) -> DeviceAttention:
@@ -41,12 +44,31 @@ def build_kernels(
     """Compile FlashInfer's kernels for a model, unless they lie in its cache: tens of seconds, once per machine.
 
     Does nothing where FlashInfer is not used. Triton's kernels need no such step: they compile in less, one by one.
+    Where it is installed but broken, or there is no compiler, everything runs on our own kernels, and a line of the
+    log says why.
 
     Args:
         progress: called with ("kernels", done, all) before, if anything must be compiled, and after.
+
+    Raises: ConfigError: it was asked for by name and cannot be had.
     """
-    if config.attention == "triton" or not flashinfer_jit.computes(dtype, spec.head_dim):
+    if not flashinfer_jit.is_usable() or dtype not in flashinfer_jit.HALF_TYPES:
         return
-    flashinfer_jit.build(
-        dtype, spec.head_dim, spec.sliding_window is not None, progress and (lambda *n: progress("kernels", *n))
-    )
+    attends = config.attention != "triton" and flashinfer_jit.computes(dtype, spec.head_dim)
+    try:
+        flashinfer_jit.build(
+            dtype,
+            spec.head_dim,
+            spec.sliding_window is not None,
+            progress and (lambda *n: progress("kernels", *n)),
+            attends=attends,
+        )
+    except Exception as error:
+        if config.attention == "flashinfer":
+            raise ConfigError(f"attention='flashinfer': its kernels cannot be had: {_first_line(error)}") from error
+        logger.warning("FlashInfer's kernels cannot be had, our own are used: %s", _first_line(error))
+        flashinfer_jit.give_up()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

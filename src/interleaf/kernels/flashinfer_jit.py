@@ -25,13 +25,27 @@ HEAD_DIMS = (64, 128, 256)
 
 @cache
 def is_installed() -> bool:
-    """Whether FlashInfer can be imported. Imports nothing."""
+    """Whether FlashInfer is there. Imports nothing."""
     return find_spec("flashinfer") is not None
 
 
+_given_up = False
+
+
+def give_up() -> None:
+    """Its kernels cannot be had in this process, whatever is installed: everything runs on our own from now on."""
+    global _given_up
+    _given_up = True
+
+
+def is_usable() -> bool:
+    """Whether FlashInfer is installed and nobody has given it up."""
+    return is_installed() and not _given_up
+
+
 def computes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashInfer is installed and has attention for this dtype and size of heads."""
-    return is_installed() and dtype in HALF_TYPES and head_dim in HEAD_DIMS
+    """Whether FlashInfer is usable and has attention for this dtype and size of heads."""
+    return is_usable() and dtype in HALF_TYPES and head_dim in HEAD_DIMS
 
 
 @cache
@@ -72,16 +86,26 @@ def activations() -> Any:
 
 
 def build(
-    dtype: torch.dtype, head_dim: int, windowed: bool, progress: Callable[[int, int], None] | None = None
+    dtype: torch.dtype,
+    head_dim: int,
+    windowed: bool,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    attends: bool = True,
 ) -> None:
     """Compile what a model needs and is not in the cache, side by side.
 
     Args:
         progress: called with (kernels that are there, kernels in all), first and last, if some are not.
+        attends: attention is among it.
+
+    Raises: what the import, the compiler or the search for it raises.
     """
     from flashinfer.jit import build_jit_specs
 
-    specs = [_attention_spec(dtype, head_dim, windowed), _norm_spec(), _activation_spec()]
+    specs = [_norm_spec(), _activation_spec()]
+    if attends:
+        specs.insert(0, _attention_spec(dtype, head_dim, windowed))
     missing = [spec for spec in specs if not spec.is_compiled]
     if not missing:
         return

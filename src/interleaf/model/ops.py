@@ -1,6 +1,6 @@
 """What is computed between the products of a layer, and who computes it on which device. Computes nothing itself.
 
-The choice is made once, when a model is loaded: torch on a CPU; on a GPU FlashInfer's kernels if they are installed and
+The choice is made once, when a model is loaded: torch on a CPU; on a GPU FlashInfer's kernels if they can be had and
 the model is in 16 bits (they know no float32), else our own.
 """
 
@@ -66,7 +66,7 @@ def choose_row_ops(device: torch.device, dtype: torch.dtype) -> RowOps:
         )
     from interleaf.model import fused
 
-    if flashinfer_jit.is_installed() and dtype in flashinfer_jit.HALF_TYPES:
+    if flashinfer_jit.is_usable() and dtype in flashinfer_jit.HALF_TYPES:
         return RowOps(fused.FlashInferNorm, fused.TritonNorm, fused.flashinfer_swiglu, fused.triton_angles)
     return RowOps(fused.TritonNorm, fused.TritonNorm, fused.triton_swiglu, fused.triton_angles)
 
