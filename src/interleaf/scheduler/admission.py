@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from interleaf.core import AdapterUid
 from interleaf.memory.geometry import PageGeometry
@@ -142,29 +145,40 @@ class Estimated:
 
     def __init__(self, prior: int = 256) -> None:
         self._lengths = OutputLengths(prior)
-        self._rows: dict[Sequence, tuple[int, int, int]] = {}
-        self._sorted: list[tuple[int, int, int, Sequence]] = []  # (e, order of arrival, t - s, sequence), ascending
+        self._rows: dict[Sequence, tuple[int, int]] = {}
+        self._sorted: list[tuple[int, int, Sequence]] = []  # (e, order of arrival, sequence), ascending
+        self._ends = _Ints()  # e, in that order
+        self._bases = _Ints()  # t - s
+        self._needs: tuple[int, NDArray[np.int64]] | None = None  # by whose end, for half a page
 
     def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
         self._renew(step)
-        rows = [(end, base) for end, _, base, _ in self._sorted]
-        if candidate is not None:
-            insort(rows, self._row(candidate, step, geometry))
         half = geometry.page_tokens // 2  # the last page of each is half empty, on average
-        peak = held = 0
-        for count, (end, base) in enumerate(reversed(rows), start=1):
-            held += base
-            need = held + count * (end + half)
-            if need > peak:
-                peak = need
+        needs = self._needs_of_those_that_run(half)
+        peak = int(needs.max(initial=0))
+        if candidate is not None:
+            end, base = self._row(candidate, step, geometry)
+            ends = self._ends.values
+            earlier = int(ends.searchsorted(end))
+            with_it = needs[:earlier] + ends[:earlier]
+            peak = max(peak, int(with_it.max(initial=0)) + base + half)
+            later = int(self._bases.values[earlier:].sum())
+            peak = max(peak, later + base + (len(ends) - earlier + 1) * (end + half))
         return geometry.pages_for_tokens(peak)
+
+    def _needs_of_those_that_run(self, half: int) -> NDArray[np.int64]:
+        """Just before each one ends."""
+        if self._needs is None or self._needs[0] != half:
+            ends, bases = self._ends.values, self._bases.values
+            counts = np.arange(len(ends), 0, -1)
+            self._needs = half, bases[::-1].cumsum()[::-1] + counts * (ends + half)
+        return self._needs[1]
 
     def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
         self._insert(seq, *self._row(seq, step, geometry))
 
     def left(self, seq: Sequence) -> None:
-        entry = self._rows.pop(seq)
-        del self._sorted[bisect_left(self._sorted, entry)]
+        self._remove(bisect_left(self._sorted, self._rows[seq]))
 
     def ended(self, seq: Sequence) -> None:
         self._lengths.add(seq.adapter, seq.num_outputs)
@@ -176,13 +190,51 @@ class Estimated:
         return step + remaining, len(seq.token_ids) - len(seq.prefix) * geometry.page_tokens - step
 
     def _insert(self, seq: Sequence, end: int, base: int) -> None:
-        entry = self._rows[seq] = (end, seq.order, base)
-        insort(self._sorted, (*entry, seq))
+        row = self._rows[seq] = end, seq.order
+        at = bisect_left(self._sorted, row)
+        self._sorted.insert(at, (*row, seq))
+        self._ends.insert(at, end)
+        self._bases.insert(at, base)
+        self._needs = None
+
+    def _remove(self, at: int) -> tuple[Sequence, int]:
+        """Returns: whose row it was, and its t - s."""
+        _, _, seq = self._sorted.pop(at)
+        del self._rows[seq]
+        self._ends.pop(at)
+        self._needs = None
+        return seq, self._bases.pop(at)
 
     def _renew(self, step: int) -> None:
         """Think again of those that should have ended and still run."""
         while self._sorted and self._sorted[0][0] <= step:
-            _, _, base, seq = self._sorted.pop(0)
+            seq, base = self._remove(0)
             expected = self._lengths.expected(seq.adapter, seq.num_outputs)
             remaining = max(1, min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs)
             self._insert(seq, step + remaining, base)
+
+
+class _Ints:
+    """A list of integers that is an array at any time."""
+
+    def __init__(self) -> None:
+        self._array: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        self._count = 0
+
+    @property
+    def values(self) -> NDArray[np.int64]:
+        """A view, good until the next change."""
+        return self._array[: self._count]
+
+    def insert(self, at: int, value: int) -> None:
+        if self._count == len(self._array):
+            self._array = np.concatenate([self._array, np.zeros_like(self._array)])
+        self._array[at + 1 : self._count + 1] = self._array[at : self._count]
+        self._array[at] = value
+        self._count += 1
+
+    def pop(self, at: int) -> int:
+        value = int(self._array[at])
+        self._array[at : self._count - 1] = self._array[at + 1 : self._count]
+        self._count -= 1
+        return value
