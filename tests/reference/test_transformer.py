@@ -197,6 +197,29 @@ def test_a_checkpoint_that_contradicts_the_configuration_is_refused_by_name(chan
         load_changed("qwen2", change)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight",
+                                  "model.layers.2.self_attn.k_proj.bias", "model.norm.weight"])  # fmt: skip
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(name, value):
+    def spoil(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[-3] = value
+
+    with pytest.raises(CheckpointError, match=f"NaN or infinite in float32, .* in {name}$"):
+        load_changed("qwen2", spoil)
+
+
+def test_weights_beyond_the_dtype_that_is_asked_for_are_refused_by_name():
+    model = make_model("llama3")
+    checkpoint = checkpoint_of(model)
+    name = "model.layers.1.mlp.down_proj.weight"
+    checkpoint.tensors[name] = checkpoint.tensors[name].clone()
+    checkpoint.tensors[name][0, 0] = 70000.0
+    Transformer.load(spec_of(model), Shard(spec_of(model)), checkpoint, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=f"in float16, whose largest is 65504, in {name}$"):
+        Transformer.load(spec_of(model), Shard(spec_of(model)), checkpoint, torch.float16)
+
+
 def test_derived_buffers_and_a_copy_of_a_tied_head_are_accepted():
     def add(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)

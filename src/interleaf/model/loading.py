@@ -65,6 +65,7 @@ class TensorReader:
         self._progress = progress
         self._fills = device.type != "cpu" and isinstance(checkpoint, DeviceTensors)
         self._num_read = 0
+        self._extremes: dict[str, torch.Tensor] = {}
         present = checkpoint.names()
         expected = _expected_names(spec)
         self._has_copy_of_head = spec.tie_embeddings and _HEAD in present
@@ -116,6 +117,20 @@ class TensorReader:
             first += out.count
         return weight, bias
 
+    def require_finite(self) -> None:
+        """To be called in the end: one value that is not finite would make every answer NaN.
+
+        Raises: CheckpointError: a tensor that was read has one.
+        """
+        extremes = torch.stack([*self._extremes.values()])
+        wrong = (~extremes.isfinite().all(1)).nonzero().flatten().tolist()
+        if wrong:
+            names = [*self._extremes]
+            raise CheckpointError(
+                f"the checkpoint holds values that are NaN or infinite in {str(self._dtype).removeprefix('torch.')}, "
+                f"whose largest is {torch.finfo(self._dtype).max:g}, in {_listing([names[i] for i in wrong])}"
+            )
+
     @property
     def _vocabulary(self) -> tuple[Span, Span]:
         return Span(0, self._spec.vocab_size), Span(0, self._spec.hidden_size)
@@ -123,15 +138,21 @@ class TensorReader:
     def _read(self, name: str, spans: tuple[Span, ...]) -> torch.Tensor:
         """A tensor of its own, or the checkpoint's if it is on the right device and of the right dtype."""
         if not self._fills:
-            return self._get(name, spans).to(self._device, self._dtype)
+            found = self._get(name, spans).to(self._device, self._dtype)
+            self._note_extremes(name, found)
+            return found
         out = torch.empty([span.count for span in spans], dtype=self._dtype, device=self._device)
         self._read_into(out, name, spans)
         return out
 
     def _read_into(self, out: torch.Tensor, name: str, spans: tuple[Span, ...]) -> None:
-        if not self._fills:
+        if self._fills:
+            self._fill(out, name, spans)
+        else:
             out.copy_(self._get(name, spans))
-            return
+        self._note_extremes(name, out)
+
+    def _fill(self, out: torch.Tensor, name: str, spans: tuple[Span, ...]) -> None:
         checkpoint, wanted = self._checkpoint, self._slices(spans)
         assert isinstance(checkpoint, DeviceTensors)
         whole = checkpoint.shape(name)
@@ -153,6 +174,10 @@ class TensorReader:
     def _check_shape(self, name: str, found: tuple[int, ...], spans: tuple[Span, ...]) -> None:
         if found != (wanted := tuple(span.count for span in spans)):
             raise CheckpointError(f"{name} has shape {list(found)}, the configuration asks for {list(wanted)}")
+
+    def _note_extremes(self, name: str, tensor: torch.Tensor) -> None:
+        """To be looked at in the end: on a GPU a look waits for what was enqueued, and so would the reading."""
+        self._extremes[name] = torch.stack(torch.aminmax(tensor))
 
     def _count(self) -> None:
         self._num_read += 1

@@ -107,7 +107,7 @@ class Transformer:
             dtype: of the weights and of everything computed.
             progress: called with (tensors read, tensors in all) after each.
 
-        Raises: CheckpointError: a tensor is missing, left over, or of another shape; it is named.
+        Raises: CheckpointError: a tensor is missing, left over, of another shape or not finite in `dtype`; it is named.
         """
         assert shard.world == 1, "o and down are partial sums on each of several ranks: forward must reduce them"
         device = torch.device(device)
@@ -128,6 +128,7 @@ class Transformer:
         ]
         norm = row_ops.norm(reader.norm("model.norm.weight"), eps)
         head = Linear(reader.head(embed))
+        reader.require_finite()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # whatever stream computes finds them there
         return cls(shard, embed, layers, norm, head, dtype, device, row_ops)
