@@ -212,6 +212,7 @@ class ServerConfig:
         adapters: (name, path) of the adapters that must load before the port opens.
         api_key: any one of these opens the server; none means that everybody who reaches the port is served.
         exit_after: seconds from the engine's death to the exit; None keeps answering 503 until stopped.
+        publisher_threads: adapters that are read and laid out at a time; None: one for every four cores, 8 at most.
 
     Raises: ConfigError: a value is out of range.
     """
@@ -243,6 +244,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     exit_after: float | None = None
     slab_dir: str | None = None
+    publisher_threads: int | None = None
 
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
@@ -265,9 +267,11 @@ class ServerConfig:
             _require(isinstance(getattr(self, name), bool), name, "true or false", getattr(self, name))
         for name, low, high in (
             ("port", 0, 65535), ("api_workers", 1, 64), ("max_waiting", 1, 10**6), ("max_connections", 1, 10**6),
-            ("metrics_adapters", 0, 10**4),
+            ("metrics_adapters", 0, 10**4), ("publisher_threads", 1, 64),
         ):  # fmt: skip
             value = getattr(self, name)
+            if name == "publisher_threads" and value is None:
+                continue
             whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
             _require(whole, name, f"a whole number from {low} to {high}", value)
         for name in ("max_body_bytes", "max_header_bytes"):

@@ -21,6 +21,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from interleaf.engine.bell import Pollable
+
 Peer = bytes
 """The identity of a link."""
 
@@ -72,14 +74,14 @@ class Endpoint:
     def has_backlog(self) -> bool:
         return bool(self._backlogs)
 
-    def wait(self, timeout_s: float, *links: Link) -> None:
-        """Return when something has come, here or on one of the links, or after the time."""
+    def wait(self, timeout_s: float, *others: Pollable) -> None:
+        """Return when something has come, here or at one of the others, or after the time."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         for connection in (self._listener, *self._unnamed, *self._lifelines.values()):
             poller.register(connection, zmq.POLLIN)
-        for link in links:
-            link.register(poller)
+        for other in others:
+            other.register(poller)
         poller.poll(int(timeout_s * 1000))
 
     def receive(self) -> list[tuple[Peer, bytes]]:

@@ -246,6 +246,7 @@ class Boot(msgspec.Struct, frozen=True):
         slabs: folder of this run's slabs.
         entry: of an API process, "module:function"; its settings are plain values.
         name: of the child, and of whoever takes its place.
+        publisher_threads: adapters that are read and laid out at a time; 0: by the machine's cores.
     """
 
     run: str
@@ -256,10 +257,13 @@ class Boot(msgspec.Struct, frozen=True):
     settings: dict[str, Any] = {}
     listeners: tuple[int, ...] = ()
     name: str = ""
+    publisher_threads: int = 0
 
 
 class Started(Message, frozen=True):
-    """A child is ready."""
+    """A child is ready. What it has to say is for the log."""
+
+    note: str = ""
 
 
 class StartFailed(Message, frozen=True):

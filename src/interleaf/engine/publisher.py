@@ -1,7 +1,9 @@
 """The publisher: reads, checks and lays out adapters, and keeps their names. Never in the way of a step.
 
     Load ─▶ read, check, digest ─▶ lay out, write slab ─▶ Register ─▶ (engine maps it) Done ─▶ name visible ─▶ Loaded
+            ╰────── on one of a few threads ───────╯
 
+Several adapters are worked on at a time; messages and names belong to one thread, which waits for none of them.
 The engine holds at least the adapters that have names: it gets one before its name is given and loses it after its last
 name was taken. So a publisher that was killed leaves at most adapters without names, which its successor withdraws.
 """
@@ -12,9 +14,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -26,6 +31,7 @@ from interleaf.adapters.slabs import SUFFIX, write_slab
 from interleaf.adapters.sources import open_adapter
 from interleaf.core import AdapterUid
 from interleaf.engine import messages as m
+from interleaf.engine.bell import Bell
 from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, Endpoint, Link, Peer
 from interleaf.engine.child import Parent
 from interleaf.engine.journal import NameTable
@@ -35,7 +41,13 @@ from interleaf.parallel.shard import Shard
 JOURNAL = "names"
 """File in the run's folder."""
 
+T = TypeVar("T")
+
 _IDLE_WAIT_S = 0.5
+_CORES_A_THREAD = 4
+"""Of the machine, for each adapter that is worked on at a time, if nothing else is said."""
+_MAX_THREADS = 8
+
 _REQUESTS = msgspec.msgpack.Decoder(m.ToPublisher)
 _REPLIES = msgspec.msgpack.Decoder(m.EngineToPublisher)
 
@@ -54,11 +66,12 @@ class Publisher:
     Args:
         run: folder of the sockets and the journal.
         slabs: folder for slabs; what lies there was left by a publisher before.
+        num_threads: adapters that are read and laid out at a time.
 
     Raises: ConnectionError: there is no engine.
     """
 
-    def __init__(self, run: Path, slabs: Path) -> None:
+    def __init__(self, run: Path, slabs: Path, num_threads: int = 1) -> None:
         self._slabs = slabs
         for left in slabs.glob(f"*{SUFFIX}"):
             left.unlink(missing_ok=True)
@@ -76,6 +89,10 @@ class Publisher:
             if uid not in self._table.sources:
                 self._engine.send(m.encode(m.Withdraw(uid)))
         self._endpoint = Endpoint(str(run / PUBLISHER_SOCKET))
+        # One torch thread each, and of the scheduling class of the thread that starts them: this one.
+        self._threads = ThreadPoolExecutor(num_threads, "publish", torch.set_num_threads, (1,))
+        self._finished: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what to do about work that has been done
+        self._bell = Bell()
 
     def stop(self) -> None:
         """Leave `run` soon. May be called from a signal handler."""
@@ -86,7 +103,8 @@ class Publisher:
         for data in self._unread:  # among it what the publisher before was asked for
             self._from_engine(data)
         while not self._stopping:
-            self._endpoint.wait(_IDLE_WAIT_S, self._engine)
+            self._endpoint.wait(_IDLE_WAIT_S, self._engine, self._bell)
+            self._go_on()
             for data in self._engine.receive():
                 self._from_engine(data)
             for peer, data in self._endpoint.receive():
@@ -95,7 +113,9 @@ class Publisher:
             self._endpoint.flush()
 
     def close(self) -> None:
-        """End all connections."""
+        """Wait for what is being worked on, and end all connections."""
+        self._threads.shutdown(cancel_futures=True)
+        self._bell.close()
         self._endpoint.close()
         self._engine.close()
         self._table.close()
@@ -134,11 +154,13 @@ class Publisher:
 
     def _load(self, peer: Peer, load: m.Load) -> None:
         Registry.check_name(load.name)
-        parsed = open_adapter(load.source, self._welcome.spec)
-        uid = parsed.uid
-        self._table.check_free(load.name, uid)
 
-        def registered(error: m.WireError | None) -> None:
+        def written(uid: AdapterUid, slab: Path) -> None:
+            self._last_call += 1
+            self._calls[self._last_call] = _Registration(uid, lambda error: registered(uid, error))
+            self._engine.send(m.encode(m.Register(self._last_call, uid, str(slab))))
+
+        def registered(uid: AdapterUid, error: m.WireError | None) -> None:
             with self._failing(peer, load.call):
                 if error is not None:
                     raise error.exception()
@@ -148,13 +170,20 @@ class Publisher:
                     self._tell(m.Renamed(self._table.version, load.name, uid))
                 self._send(peer, m.Loaded(load.call, uid))
 
-        if uid in self._table.sources:  # under this name or another: the engine has it
-            registered(None)
-            return
-        slab = self._write(parsed, load.source)
-        self._last_call += 1
-        self._calls[self._last_call] = _Registration(uid, registered)
-        self._engine.send(m.encode(m.Register(self._last_call, uid, str(slab))))
+        def parsed(adapter: ParsedAdapter) -> None:
+            self._table.check_free(load.name, adapter.uid)
+            if adapter.uid in self._table.sources:  # under this name or another: the engine has it
+                registered(adapter.uid, None)
+            else:
+                self._work(
+                    lambda: self._write(adapter, load.source),
+                    lambda slab: written(adapter.uid, slab),
+                    lambda: self._failing(peer, load.call),
+                )
+
+        self._work(
+            lambda: open_adapter(load.source, self._welcome.spec), parsed, lambda: self._failing(peer, load.call)
+        )
 
     def _registered(self, call: int, error: m.WireError | None) -> None:
         registration = self._calls.pop(call)
@@ -173,22 +202,57 @@ class Publisher:
 
     def _fetch(self, uid: AdapterUid, source: str) -> None:
         """Make a slab again. Its source must still hold the adapter that was registered."""
-        slab, failure = None, None
         source = self._table.sources.get(uid, source)  # where it was seen last
-        try:
+
+        def answer(slab: str | None, failure: str | None) -> None:
+            self._engine.send(m.encode(m.Fetched(uid, slab, failure)))
+
+        @contextmanager
+        def failing() -> Iterator[None]:
+            try:
+                yield
+            except AdapterLoadFailed as error:
+                answer(None, error.reason)
+            except InterleafError as error:
+                answer(None, str(error))
+            except Exception as error:  # requests wait for an answer, whatever has happened
+                answer(None, f"{source} could not be read: {type(error).__name__}: {error}")
+
+        def write() -> Path:
             parsed = open_adapter(source, self._welcome.spec)
             if parsed.uid != uid:
                 raise AdapterLoadFailed(
                     uid, f"{source} has changed since it was registered: it now holds adapter {parsed.uid[:12]}"
                 )
-            slab = str(self._write(parsed, source))
-        except AdapterLoadFailed as error:
-            failure = error.reason
-        except InterleafError as error:
-            failure = str(error)
-        except Exception as error:  # requests wait for an answer, whatever has happened
-            failure = f"{source} could not be read: {type(error).__name__}: {error}"
-        self._engine.send(m.encode(m.Fetched(uid, slab, failure)))
+            return self._write(parsed, source)
+
+        self._work(write, lambda slab: answer(str(slab), None), failing)
+
+    def _work(
+        self, function: Callable[[], T], then: Callable[[T], None], failing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Call something on another thread, and go on with the result on this one.
+
+        Args: failing: a context that answers for what `function` or `then` raises.
+        """
+
+        def finish(done: Future[T]) -> None:
+            with failing():
+                then(done.result())
+
+        def ended(done: Future[T]) -> None:
+            if not done.cancelled():
+                self._finished.put(lambda: finish(done))
+                self._bell.ring()
+
+        self._threads.submit(function).add_done_callback(ended)
+
+    def _go_on(self) -> None:
+        """Take up what other threads have finished."""
+        self._bell.hush()
+        with suppress(Empty):
+            while True:
+                self._finished.get_nowait()()
 
     def _write(self, parsed: ParsedAdapter, source: str) -> Path:
         """Lay an adapter out as the engine's pages hold it. Raises: AdapterRejected, AdapterLoadFailed."""
@@ -226,13 +290,20 @@ def _step_back() -> None:
             os.nice(19)
 
 
+def default_threads() -> int:
+    """Adapters to work on at a time on this machine: a step needs its cores more."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_THREADS, max(1, cores // _CORES_A_THREAD))
+
+
 def run_publisher(parent: Parent) -> int:
     """The publisher process. Returns: its exit code."""
     torch.set_num_threads(1)
     _step_back()
     publisher = None
     try:
-        publisher = Publisher(Path(parent.boot.run), Path(parent.boot.slabs))
+        boot = parent.boot
+        publisher = Publisher(Path(boot.run), Path(boot.slabs), boot.publisher_threads or default_threads())
         signal.signal(signal.SIGTERM, lambda number, frame: publisher.stop())
         parent.started()
         publisher.run()

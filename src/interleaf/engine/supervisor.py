@@ -42,7 +42,8 @@ _SHM_MIN_BYTES = 2**30
 """Free room below which /dev/shm is no place for slabs: containers often have 64 MB."""
 
 _MAX_RUN_BYTES = 88
-_BACKLOG = 2048
+BACKLOG = 65535
+"""Connections that the kernel keeps until a process takes them; it lowers this to its own limit, net.core.somaxconn."""
 _STOP_S = 10.0
 """Given to a process that was asked to end and has nothing left to finish."""
 
@@ -60,6 +61,7 @@ def serve(
     on_ready: Callable[[], None] = lambda: None,
     api_workers: int = 1,
     slab_dir: str | None = None,
+    publisher_threads: int | None = None,
     drain_timeout_s: float = 30.0,
     exit_after_s: float | None = None,
     progress: Progress = lambda what, done, total: None,
@@ -73,6 +75,7 @@ def serve(
         listen: binds the sockets; called when everything else is ready.
         on_ready: called when requests are answered.
         slab_dir: where slabs are written; by default /dev/shm if it has room.
+        publisher_threads: adapters that the publisher works on at a time; by default by the machine's cores.
         drain_timeout_s: for API processes to finish what they have begun.
         exit_after_s: from the engine's death to the end; None waits for a signal.
 
@@ -80,7 +83,7 @@ def serve(
 
     Raises: whatever kept it from starting; everything has been cleared up then.
     """
-    supervisor = Supervisor(model, config, entry, settings, slab_dir)
+    supervisor = Supervisor(model, config, entry, settings, slab_dir, publisher_threads)
     try:
         if supervisor.start(prepare, listen, api_workers, progress):
             on_ready()
@@ -95,7 +98,13 @@ class Supervisor:
     """The processes of one server, and the folders that they share."""
 
     def __init__(
-        self, model: str, config: EngineConfig, entry: str, settings: Mapping[str, Any], slab_dir: str | None
+        self,
+        model: str,
+        config: EngineConfig,
+        entry: str,
+        settings: Mapping[str, Any],
+        slab_dir: str | None,
+        publisher_threads: int | None = None,
     ) -> None:
         self._run = Path(tempfile.mkdtemp(prefix="interleaf-"))  # mode 0700
         self._slabs: Path | None = None
@@ -122,7 +131,13 @@ class Supervisor:
             self.clear_up()
             raise
         self._boot = Boot(
-            str(self._run), str(self._slabs), model=model, config=config, entry=entry, settings=dict(settings)
+            str(self._run),
+            str(self._slabs),
+            model=model,
+            config=config,
+            entry=entry,
+            settings=dict(settings),
+            publisher_threads=publisher_threads or 0,
         )
         self._take_signals()
 
@@ -153,7 +168,7 @@ class Supervisor:
         asyncio.run(self._prepare(prepare))
         self._listeners = list(listen())
         for listener in self._listeners:
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
             listener.setblocking(False)
         try:
             workers = [self._spawn(f"api-{number}", "api") for number in range(1, api_workers + 1)]

@@ -17,9 +17,9 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The base model and the adapters."""
+    """The base model, and the adapters by name: several are loaded at a time, in no particular order."""
     serving = serving_of(request)
-    listed = [_model(serving, name) for name in (serving.base_name, *serving.engine.adapters())]
+    listed = [_model(serving, name) for name in (serving.base_name, *sorted(serving.engine.adapters()))]
     return json_response({"object": "list", "data": listed})
 
 

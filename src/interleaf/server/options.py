@@ -167,6 +167,7 @@ OPTIONS: tuple[Option, ...] = (
             "Exit this long after the engine died. By default /health says 503 until stopped.",
         ),
         ("slab_dir", Kind.PATH, "Folder, best one in memory, for adapters on their way to the engine."),
+        ("publisher_threads", Kind.WHOLE, "Adapters that are read and laid out at a time. By default a core in four."),
     ),
     *_group(
         "Logs and metrics",

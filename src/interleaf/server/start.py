@@ -7,6 +7,7 @@ What can go wrong goes wrong before the port answers.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import socket
@@ -22,6 +23,9 @@ from interleaf.server.settings import Settings
 
 Progress = Callable[[str, int, int], None]
 logger = logging.getLogger(__name__)
+
+_LOADS_AT_A_TIME = 16
+"""Adapters that the publisher is asked for before the server starts: more than it works on at a time."""
 
 
 def serve(settings: Settings, progress: Progress, on_ready: Callable[[str], None]) -> int:
@@ -46,6 +50,7 @@ def serve(settings: Settings, progress: Progress, on_ready: Callable[[str], None
             on_ready=lambda: on_ready(url),
             api_workers=config.api_workers,
             slab_dir=config.slab_dir,
+            publisher_threads=config.publisher_threads,
             drain_timeout_s=config.drain_timeout,
             exit_after_s=config.exit_after,
             progress=progress,
@@ -82,16 +87,28 @@ async def load_adapters(engine: AsyncEngine, config: ServerConfig, progress: Pro
     if config.name in named:
         raise ConfigError(f"adapters: the name {config.name!r} is the base model's (served_model_name)")
     found = {name: path for name, path in adapter_folders(config.adapters_dir).items() if name not in named}
-    total = len(named) + len(found)
-    for done, (name, source) in enumerate({**named, **found}.items(), start=1):
-        try:
+    sources = {**named, **found}
+    window = asyncio.Semaphore(_LOADS_AT_A_TIME)
+
+    async def load(name: str, source: str) -> None:
+        async with window:
             await engine.load_adapter(name, source)
-        except (AdapterError, PoolTooSmall) as error:
-            if name in named:
-                raise
-            problems = error.problems if isinstance(error, AdapterRejected) else (str(error),)
-            logger.warning("adapter %r is left out: %s", name, "; ".join(problems))
-        progress("adapters", done, total)
+
+    loads = {name: asyncio.ensure_future(load(name, source)) for name, source in sources.items()}
+    try:
+        for done, (name, loaded) in enumerate(loads.items(), start=1):
+            try:
+                await loaded
+            except (AdapterError, PoolTooSmall) as error:
+                if name in named:
+                    raise
+                problems = error.problems if isinstance(error, AdapterRejected) else (str(error),)
+                logger.warning("adapter %r is left out: %s", name, "; ".join(problems))
+            progress("adapters", done, len(loads))
+    finally:
+        for loaded in loads.values():
+            loaded.cancel()
+        await asyncio.gather(*loads.values(), return_exceptions=True)
 
 
 def adapter_folders(folder: str | None) -> dict[str, str]:
