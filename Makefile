@@ -33,7 +33,8 @@ serve: $(VENV)/.server $(MODEL) ## an OpenAI server on localhost: the built-in m
 
 # Two pytest processes of one torch thread each, a file to a process: small operations gain nothing from a second thread, and
 # threads that compete for a core are many times slower. Plain `pytest` runs one process (tests/conftest.py sets its threads).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Files in the order of their names: the slow ones of e2e first, the light ones of unit fill up the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev $(MODEL) ## the tests, in minutes; needs no GPU
 	$(PYTEST)

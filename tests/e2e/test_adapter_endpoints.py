@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -21,6 +22,7 @@ from tests.support.asynchronous import asynchronous
 from tests.support.peft_folders import Draft, write_defective
 from tests.support.served import FakeEngine, error_of, serving, tiny_engine
 from tests.support.tiny_models import make_model, save_model
+from tests.support.waiting import WAIT_S
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 KEY = "a-key-of-more-than-16-characters"
@@ -45,7 +47,10 @@ def fields(name: str = "a", path: str = "good") -> dict[str, str]:
 
 
 def test_with_a_key_whoever_has_it_loads_and_unloads(folder: Path) -> None:
-    with serving(adapters_dir=str(folder), api_key=(KEY,)) as (url, engine), httpx.Client(base_url=url) as client:
+    with (
+        serving(adapters_dir=str(folder), api_key=(KEY,)) as (url, engine),
+        httpx.Client(base_url=url, timeout=WAIT_S) as client,
+    ):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
             answer = client.post(LOAD, json=fields(), headers=headers)
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key")
@@ -61,11 +66,11 @@ def test_with_a_key_whoever_has_it_loads_and_unloads(folder: Path) -> None:
 
 def test_without_a_key_only_this_machine_and_only_if_that_was_allowed(folder: Path) -> None:
     with serving(adapters_dir=str(folder)) as (url, _):
-        answer = httpx.post(url + LOAD, json=fields())
+        answer = httpx.post(url + LOAD, json=fields(), timeout=WAIT_S)
         assert answer.status_code == 403
         assert "--allow-runtime-loading" in str(error_of(answer)["message"])
     with serving(adapters_dir=str(folder), allow_runtime_loading=True) as (url, _):
-        assert httpx.post(url + LOAD, json=fields()).status_code == 200
+        assert httpx.post(url + LOAD, json=fields(), timeout=WAIT_S).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_without_a_key_a_proxy_or_a_web_page_does_not_count_as_this_machine(
     folder: Path, headers: dict[str, str], reason: str
 ) -> None:
     with serving(adapters_dir=str(folder), allow_runtime_loading=True) as (url, engine):
-        answer = httpx.post(url + LOAD, json=fields(), headers=headers)
+        answer = httpx.post(url + LOAD, json=fields(), headers=headers, timeout=WAIT_S)
         assert answer.status_code == 403
         assert reason in str(error_of(answer)["message"])
         assert engine.adapters() == ()
@@ -111,7 +116,7 @@ def test_a_path_outside_the_allowed_folders_is_refused_and_the_engine_never_sees
     folder: Path, path: str, reason: str
 ) -> None:
     with serving(adapters_dir=str(folder), allow_runtime_loading=True) as (url, engine):
-        answer = httpx.post(url + LOAD, json=fields(path=path.replace("{root}", str(folder))))
+        answer = httpx.post(url + LOAD, json=fields(path=path.replace("{root}", str(folder))), timeout=WAIT_S)
         assert answer.status_code == 400
         error = error_of(answer)
         assert reason in str(error["message"])
@@ -148,7 +153,7 @@ def test_a_body_that_is_wrong_is_answered_with_what_is_wrong(
         return FakeEngine(("taken",))
 
     with serving(engine, adapters_dir=str(folder), allow_runtime_loading=True) as (url, _):
-        answer = httpx.post(url + LOAD, content=content, headers={"Content-Type": kind})
+        answer = httpx.post(url + LOAD, content=content, headers={"Content-Type": kind}, timeout=WAIT_S)
         assert answer.status_code == status, answer.text
         assert re.search(reason, str(error_of(answer)["message"]))
 
@@ -156,33 +161,33 @@ def test_a_body_that_is_wrong_is_answered_with_what_is_wrong(
 def test_a_load_that_its_reader_did_not_survive_may_be_tried_again(folder: Path) -> None:
     with serving(FakeEngine, adapters_dir=str(folder), allow_runtime_loading=True) as (url, engine):
         engine.refuse = AdaptersUnavailable("it has died")  # type: ignore[attr-defined]
-        answer = httpx.post(url + LOAD, json=fields())
+        answer = httpx.post(url + LOAD, json=fields(), timeout=WAIT_S)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert error_of(answer)["code"] == "adapters_unavailable"
         engine.refuse = None  # type: ignore[attr-defined]
-        assert httpx.post(url + LOAD, json=fields()).status_code == 200
+        assert httpx.post(url + LOAD, json=fields(), timeout=WAIT_S).status_code == 200
 
 
 def test_vllms_neutral_fields_are_accepted_and_loading_the_same_again_changes_nothing(folder: Path) -> None:
     with serving(adapters_dir=str(folder), allow_runtime_loading=True) as (url, engine):
         body = fields() | {"load_inplace": False}
-        assert [httpx.post(url + LOAD, json=body).status_code for _ in range(2)] == [200, 200]
+        assert [httpx.post(url + LOAD, json=body, timeout=WAIT_S).status_code for _ in range(2)] == [200, 200]
         assert engine.adapters() == ("a",)
 
 
 def test_every_problem_the_engine_finds_is_in_the_answer(folder: Path) -> None:
     with serving(adapters_dir=str(folder), allow_runtime_loading=True) as (url, engine):
         engine.refuse = AdapterRejected("a", ["use_dora=True is not supported", "rank 0"])
-        error = error_of(httpx.post(url + LOAD, json=fields()))
+        error = error_of(httpx.post(url + LOAD, json=fields(), timeout=WAIT_S))
         assert error["problems"] == ["use_dora=True is not supported", "rank 0"]
         assert "use_dora" in str(error["message"])
         assert "rank 0" in str(error["message"])
         engine.refuse = PoolTooSmall("adapter 'a'", 9, 4, "arithmetic")
-        answer = httpx.post(url + LOAD, json=fields())
+        answer = httpx.post(url + LOAD, json=fields(), timeout=WAIT_S)
         assert (answer.status_code, "needs 9 pages" in answer.text) == (400, True)
         engine.die("gone")
         engine.refuse = None
-        unknown = httpx.post(url + UNLOAD, json={"lora_name": "nobody"})
+        unknown = httpx.post(url + UNLOAD, json={"lora_name": "nobody"}, timeout=WAIT_S)
         assert (unknown.status_code, error_of(unknown)["code"]) == (404, "adapter_not_found")
 
 
@@ -195,18 +200,20 @@ def test_requests_are_answered_while_loads_wait_and_loads_cannot_pile_up(folder:
         ThreadPoolExecutor(16) as pool,
     ):
         engine.loading.clear()
-        loads = [pool.submit(httpx.post, url + LOAD, json=fields(f"a{i}"), timeout=60) for i in range(16)]
+        loads = [pool.submit(httpx.post, url + LOAD, json=fields(f"a{i}"), timeout=WAIT_S) for i in range(16)]
         try:
             while engine.num_loading < 16:
-                assert httpx.get(url + "/health").status_code == 200
-            answer = httpx.post(url + "/v1/completions", json={"model": "base", "prompt": [1], "max_tokens": 2})
+                assert httpx.get(url + "/health", timeout=WAIT_S).status_code == 200
+            answer = httpx.post(
+                url + "/v1/completions", json={"model": "base", "prompt": [1], "max_tokens": 2}, timeout=WAIT_S
+            )
             assert answer.status_code == 200
-            refused = httpx.post(url + LOAD, json=fields("one-more"))
+            refused = httpx.post(url + LOAD, json=fields("one-more"), timeout=WAIT_S)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         finally:
             engine.loading.set()
         assert [load.result().status_code for load in loads] == [200] * 16
-        assert httpx.post(url + LOAD, json=fields("one-more")).status_code == 200
+        assert httpx.post(url + LOAD, json=fields("one-more"), timeout=WAIT_S).status_code == 200
 
 
 def test_load_use_and_unload_while_others_stream_disturb_no_stream(tmp_path: Path) -> None:
@@ -226,7 +233,7 @@ def test_load_use_and_unload_while_others_stream_disturb_no_stream(tmp_path: Pat
     def streamed(url: str, model_name: str, first: threading.Event | None = None, **more: object) -> list[int]:
         tokens: list[int] = []
         with httpx.stream(
-            "POST", url + "/v1/completions", json=body(model_name, stream=True, **more), timeout=60
+            "POST", url + "/v1/completions", json=body(model_name, stream=True, **more), timeout=WAIT_S
         ) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
@@ -244,19 +251,19 @@ def test_load_use_and_unload_while_others_stream_disturb_no_stream(tmp_path: Pat
     ):
         alone = streamed(url, "base")
         assert len(alone) == 40
-        assert httpx.post(url + LOAD, json=fields("first"), timeout=60).status_code == 200
+        assert httpx.post(url + LOAD, json=fields("first"), timeout=WAIT_S).status_code == 200
         adapted = streamed(url, "first", max_tokens=90)
         assert adapted[:40] != alone
 
         started = threading.Event()
         others = [pool.submit(streamed, url, "base") for _ in range(4)]
         leaving = pool.submit(streamed, url, "first", started, max_tokens=90)
-        assert started.wait(60)
-        assert httpx.post(url + UNLOAD, json={"lora_name": "first"}, timeout=60).status_code == 200
-        assert httpx.post(url + "/v1/completions", json=body("first"), timeout=60).status_code == 404
-        bad = httpx.post(url + LOAD, json=fields("bad", "bad"), timeout=60)
+        assert started.wait(WAIT_S)
+        assert httpx.post(url + UNLOAD, json={"lora_name": "first"}, timeout=WAIT_S).status_code == 200
+        assert httpx.post(url + "/v1/completions", json=body("first"), timeout=WAIT_S).status_code == 404
+        bad = httpx.post(url + LOAD, json=fields("bad", "bad"), timeout=WAIT_S)
         assert (bad.status_code, "use_dora" in bad.text) == (400, True)
-        assert httpx.post(url + LOAD, json=fields("second"), timeout=60).status_code == 200
+        assert httpx.post(url + LOAD, json=fields("second"), timeout=WAIT_S).status_code == 200
         assert streamed(url, "second", max_tokens=90) == adapted
         assert leaving.result() == adapted, "a request that runs keeps its adapter"
         assert [other.result() for other in others] == [alone] * 4
@@ -303,7 +310,7 @@ def test_a_copy_that_breaks_fails_its_requests_and_no_others_and_is_made_again_w
 
     def ask(name: str) -> httpx.Response:
         body = {"model": name, "prompt": [5, 6], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-        return httpx.post(url + "/v1/completions", json=body, timeout=60)
+        return httpx.post(url + "/v1/completions", json=body, timeout=WAIT_S)
 
     settings = {"memory": "4MiB", "page_tokens": 4, "max_num_seqs": 8, "max_batch_tokens": 64}
     with serving(lambda: tiny_engine(model, **settings), prepare) as (url, engine):
@@ -329,3 +336,35 @@ def test_a_copy_that_breaks_fails_its_requests_and_no_others_and_is_made_again_w
         assert value(samples, "adapter_load_seconds_count") == value(samples, "adapters_resident") == 1
         copier._image = image
         assert ask("bad").status_code == 200
+
+
+@asynchronous
+async def test_at_start_several_adapters_are_loaded_at_a_time_and_a_failure_ends_the_others() -> None:
+    begun: list[str] = []
+    all_begun = asyncio.Event()
+
+    class Waiting(FakeEngine):
+        async def load_adapter(self, name: str, source: str) -> object:  # type: ignore[override]
+            begun.append(name)
+            if len(begun) == 4:
+                all_begun.set()
+            await all_begun.wait()
+            if name == "third":
+                raise AdapterRejected(name, ["no"])
+            return await super().load_adapter(name, source)
+
+    told: list[int] = []
+    names = ("first", "second", "fourth", "fifth")
+    config = ServerConfig(model="base", adapters=tuple((name, "somewhere") for name in names))
+    engine = Waiting()
+    await load_adapters(engine, config, lambda what, done, total: told.append(done))
+    assert sorted(engine.adapters()) == sorted(names)
+    assert told == [1, 2, 3, 4]
+
+    begun.clear()
+    before = asyncio.all_tasks()
+    many = [f"a{i}" for i in range(40)]
+    config = ServerConfig(model="base", adapters=tuple((name, "somewhere") for name in (*many, "third")))
+    with pytest.raises(AdapterRejected, match="third"):
+        await load_adapters(Waiting(), config, lambda what, done, total: None)
+    assert asyncio.all_tasks() == before

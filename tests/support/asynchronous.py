@@ -9,8 +9,11 @@ from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
-LIMIT_S = 120.0
-"""Longest that one test may take: what hangs is a failure with a traceback of where it hung."""
+LIMIT_S = 240.0
+"""Longest that one test may take: what hangs is a failure with a traceback of where it hung.
+
+Beyond any wait of a test (`waiting.WAIT_S`), within the limit of pyproject.toml.
+"""
 
 
 def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:

@@ -12,8 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from interleaf.core import SamplingParams, TokenEvent
+from interleaf.engine import remote
 from interleaf.engine.serving import AsyncEngine
 from interleaf.errors import InterleafError
+from tests.support.waiting import WAIT_S
 
 ENTRY = f"{__name__}:run"
 
@@ -22,6 +24,7 @@ def run(
     settings: dict[str, Any], connect: Any, sockets: Sequence[socket.socket], started: Callable[[], None], counts: Any
 ) -> None:
     """Answer until SIGTERM, then finish what was begun."""
+    remote._RESTART_S = WAIT_S  # on a busy machine a publisher takes longer to start than users should wait for it
     asyncio.run(_serve(connect, sockets, started))
 
 
@@ -86,7 +89,7 @@ class LineClient:
     """Asks one thing over a connection of its own."""
 
     def __init__(self, port: int, **asked: Any) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
         self._socket.sendall(json.dumps(asked).encode() + b"\n")
         self._file = self._socket.makefile("rb")
 

@@ -15,9 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from interleaf.engine.serving import AsyncEngine
+from tests.support.waiting import WAIT_S
 
 T = TypeVar("T")
-_START_S = 60
 
 
 class LocalServer:
@@ -41,13 +41,13 @@ class LocalServer:
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of a coroutine that runs on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(_START_S)
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(2 * WAIT_S)
 
-    def until(self, holds: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> None:
+    def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         """Wait on the server's loop until something holds. Raises: TimeoutError."""
 
         async def wait() -> None:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(WAIT_S):
                 while not await holds():
                     await asyncio.sleep(0.005)
 
@@ -55,14 +55,14 @@ class LocalServer:
 
     def __enter__(self) -> LocalServer:
         self._thread.start()
-        self._started.result(_START_S)
+        self._started.result(WAIT_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(_START_S)
+        self._thread.join(WAIT_S)
         self._socket.close()
         assert not self._thread.is_alive(), "the server did not stop"
 

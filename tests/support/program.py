@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.conftest import REPOSITORY
+from tests.support.waiting import WAIT_S
 
-WAIT_S = 120.0
 _READY = re.compile(r"ready: .* answers at (http://[^/]+)/v1")
 
 

@@ -18,6 +18,7 @@ from interleaf.engine.serving import AsyncEngine
 from interleaf.engine.supervisor import serve
 from interleaf.errors import InterleafError
 from tests.support.line_server import ENTRY
+from tests.support.waiting import WAIT_S
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -47,7 +48,7 @@ def main(settings: dict[str, Any]) -> int:
             on_ready=on_ready,
             api_workers=settings.get("api_workers", 1),
             slab_dir=settings["slab_dir"],
-            drain_timeout_s=30.0,
+            drain_timeout_s=WAIT_S,
             exit_after_s=settings.get("exit_after_s"),
         )
     except InterleafError as error:

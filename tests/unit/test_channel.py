@@ -11,6 +11,7 @@ import pytest
 from interleaf.engine import channel
 from interleaf.engine.channel import AsyncLink, Endpoint, Link
 from tests.support.asynchronous import asynchronous
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -28,12 +29,27 @@ def endpoint(path: str) -> Iterator[Endpoint]:
 
 def wait_for(endpoint: Endpoint, count: int) -> list[tuple[bytes, bytes]]:
     messages: list[tuple[bytes, bytes]] = []
-    for _ in range(1000):
+
+    def have_come() -> bool:
         endpoint.wait(0.1)
-        messages += endpoint.receive()
-        if len(messages) >= count:
-            break
+        messages.extend(endpoint.receive())
+        return len(messages) >= count
+
+    eventually(have_come)
     return messages
+
+
+def hear(link: Link) -> list[bytes]:
+    """The next messages that a link is sent."""
+    heard: list[bytes] = []
+
+    def have_come() -> bool:
+        link.wait(0.1)
+        heard.extend(link.receive())
+        return bool(heard)
+
+    eventually(have_come)
+    return heard
 
 
 def test_messages_go_both_ways_in_order(endpoint: Endpoint, path: str) -> None:
@@ -45,11 +61,7 @@ def test_messages_go_both_ways_in_order(endpoint: Endpoint, path: str) -> None:
     (peer,) = {peer for peer, data in messages if data != b"other"}
     assert [data for sender, data in messages if sender == peer] == [b"0", b"1", b"2", b"3", b"4"]
     endpoint.send(peer, b"answer")
-    heard: list[bytes] = []
-    while not heard:
-        first.wait(1.0)
-        heard = first.receive()
-    assert heard == [b"answer"]
+    assert hear(first) == [b"answer"]
     assert second.receive() == []
     first.close()
     second.close()
@@ -61,9 +73,15 @@ def test_a_link_that_ends_is_noticed_once(endpoint: Endpoint, path: str) -> None
     ((peer, _),) = wait_for(endpoint, 1)
     assert (endpoint.peers(), endpoint.departed()) == ((peer,), [])
     link.close()
-    endpoint.wait(5.0)
-    assert endpoint.departed() == [peer]
-    assert (endpoint.peers(), endpoint.departed()) == ((), [])
+    departed: list[bytes] = []
+
+    def is_noticed() -> bool:
+        endpoint.wait(0.1)
+        departed.extend(endpoint.departed())
+        return bool(departed)
+
+    eventually(is_noticed)
+    assert (departed, endpoint.peers(), endpoint.departed()) == ([peer], (), [])
     endpoint.send(peer, b"too late")  # is nobody's
     assert not endpoint.has_backlog
 
@@ -85,8 +103,7 @@ def test_a_peer_that_does_not_read_never_makes_the_sender_wait(
     assert endpoint.peers() == (names[b"good"],)
     assert not endpoint.has_backlog
     endpoint.send(names[b"good"], b"hello")
-    good.wait(5.0)
-    assert good.receive() == [b"hello"]
+    assert hear(good) == [b"hello"]
     deaf.close()
     good.close()
 

@@ -342,4 +342,4 @@ def test_the_command_line_says_what_is_wrong_in_one_line() -> None:
 
 def test_the_simulator_never_imports_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; import interleaf.sim.cli"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)
