@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from interleaf import LLM, CompletionOutput
+from tests.support.gguf_oracle import read_once
 from tests.support.oracle import Continuation, Oracle
 from tests.support.parity import MIN_MARGIN, assert_same, greedy_params
 from tests.support.peft_adapters import recipes, save_adapter
@@ -77,7 +78,9 @@ class Side:
 
 @pytest.fixture(scope="module")
 def sides(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
-    model = AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32)
+    file = {"pretrained_model_name_or_path": smollm2_gguf.parent, "gguf_file": smollm2_gguf.name}
+    with read_once():
+        model = AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)
     root = tmp_path_factory.mktemp("adapters")
     made = recipes(model.config.num_hidden_layers)
     folders = {name: save_adapter(model, recipe, root / name, seed=i) for i, (name, recipe) in enumerate(made.items())}
