@@ -47,6 +47,8 @@ _IDLE_WAIT_S = 0.5
 _CORES_A_THREAD = 4
 """Of the machine, for each adapter that is worked on at a time, if nothing else is said."""
 _MAX_THREADS = 8
+_NICE = 10
+"""A tenth of the weight that the scheduler gives to others."""
 
 _REQUESTS = msgspec.msgpack.Decoder(m.ToPublisher)
 _REPLIES = msgspec.msgpack.Decoder(m.EngineToPublisher)
@@ -282,12 +284,16 @@ def clear_up(boot: m.Boot) -> None:
 
 
 def _step_back() -> None:
-    """Take only the time that nobody else wants: a thread of a step that wakes has its core at once."""
+    """Take a tenth of a core that others want, so that a thread of a step that wakes has it almost at once.
+
+    Not less (SCHED_IDLE): where a step keeps every core busy an adapter would take minutes. Where Linux shares cores
+    out by session first, the session steps back too: this process has one of its own.
+    """
     with suppress(OSError):
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        else:
-            os.nice(19)
+        os.nice(_NICE)
+    with suppress(OSError, AttributeError):  # the file and the class are Linux's
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def default_threads() -> int:
