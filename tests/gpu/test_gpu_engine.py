@@ -21,6 +21,7 @@ from interleaf.engine.client import InProcessClient  # noqa: E402
 from interleaf.engine.device_sampler import SamplingKind  # noqa: E402
 from interleaf.errors import AdapterLoadFailed  # noqa: E402
 from interleaf.kernels.device_lora import DeviceLora  # noqa: E402
+from interleaf.memory.eviction import PageCosts  # noqa: E402
 from tests.support.host_device import HostDevice  # noqa: E402
 from tests.support.host_runner import on_host_device  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_model  # noqa: E402
@@ -141,17 +142,21 @@ def test_small_mixed_steps_run_in_pieces_and_change_no_token(folder):
     assert parts.runner.stats().num_piecewise_steps >= 3
 
 
-def test_a_pool_that_evicts_and_preempts_changes_no_token(folder):
+@pytest.mark.parametrize("swap_memory", [0, "1MiB"])
+def test_a_pool_that_evicts_and_preempts_changes_no_token(folder, swap_memory):
     wanted = [
         ([3 + i] * 9, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), adapter)
         for i, adapter in enumerate([None, "a1", "a4", None, "a9", None])
     ]
     expected, _ = answers(build_engine(folder, config()), wanted)
-    found, stats = answers(
-        on_host_device(build_engine(folder, config(memory=47 * 3072, max_model_len=40, admission="optimistic"))), wanted
-    )
+    settings = {"memory": 47 * 3072, "max_model_len": 40, "admission": "optimistic", "swap_memory": swap_memory}
+    parts = on_host_device(build_engine(folder, config(**settings)))
+    parts.residency.reclaimer.policy.costs = PageCosts(adapter_s=1.0, prefix_s=100.0)
+    found, stats = answers(parts, wanted)
     assert_same(found, expected)
     assert stats.preemptions
+    assert (stats.swap_in_pages > 0) == (stats.resumed_swapped > 0) == (swap_memory != 0)
+    assert stats.swap_used_slots == 0
     assert stats.adapter_evictions
 
 
@@ -232,6 +237,52 @@ def test_a_graph_for_which_there_is_no_memory_is_done_without(folder):
     assert stats.num_captures == stats.num_graph_steps == stats.num_piecewise_steps == 0
 
 
+def test_a_step_for_which_memory_is_short_takes_that_of_the_graphs_and_gives_the_same_tokens(folder):
+    greedy = [SamplingParams(temperature=0, max_tokens=5 + i % 7, ignore_eos=True) for i in range(20)]
+    wanted = [([3 + i] * 17, params, "a4") for i, params in enumerate(greedy)]
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    device = HostDevice()
+    parts = on_host_device(build_engine(folder, config()), device=device)
+    graphs, model, launched = parts.runner._graphs, parts.runner._model, parts.runner._forward
+    compute, eager, held = model.forward, [], []
+
+    def forward(*batch):
+        logits = compute(*batch)  # what it has written stays written
+        if eager and len(graphs):
+            held.append(len(graphs))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return logits
+
+    def kernel_by_kernel(*batch):
+        eager.append(True)
+        try:
+            return launched(*batch)
+        finally:
+            eager.clear()
+
+    model.forward, parts.runner._forward = forward, kernel_by_kernel
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    assert device.num_reclaims == len(held) > 1  # others were captured after the first had been given up
+    assert parts.runner.stats().num_graph_steps > 0
+
+
+def test_memory_that_stays_short_ends_the_engine_with_its_name(folder):
+    parts = on_host_device(build_engine(folder, config()))
+    client = InProcessClient(parts)
+    client.submit([5, 6, 7], SamplingParams(max_tokens=4), None)
+
+    def short(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    parts.runner._model.forward = short
+    events = []
+    while client.has_work:
+        events += client.poll()
+    assert "out of memory" in events[-1].reason
+    client.close()
+
+
 def test_graphs_that_end_with_logits_leave_them_in_one_place(folder):
     parts = on_host_device(build_engine(folder, config()))
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
@@ -261,7 +312,7 @@ def test_a_failed_step_fails_every_later_one(folder):
 
 def test_our_own_kernels_give_the_tokens_of_the_cpu_s(folder):
     """Attention and LoRA as a GPU without FlashInfer computes them, adapters in the GPU's order."""
-    wanted = requests(8, seed=6)
+    wanted = requests(5, seed=126)  # long prompts and decode steps, of the base and of every adapter
     expected, _ = answers(build_engine(folder, config()), wanted)
     found, _ = answers(with_kernels(build_engine(folder, config())), wanted)
     assert_same(found, expected)

@@ -22,10 +22,11 @@ from interleaf.core import (
     StepResult,
 )
 from interleaf.engine.engine import Engine
-from interleaf.memory.allocator import PageAllocator
 from interleaf.memory.eviction import EvictionPolicy, Lru
 from interleaf.memory.geometry import PageGeometry
 from interleaf.memory.prefix import PrefixCache
+from interleaf.memory.regions import Regions
+from interleaf.memory.swap import SwapSpace
 from interleaf.scheduler.admission import Admission, Optimistic
 from interleaf.scheduler.loads import LoadLimits
 from interleaf.scheduler.policy import Fcfs
@@ -123,6 +124,7 @@ class FakeRunner:
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.memory: list[dict[object, object]] = [{} for _ in range(num_pages)]
+        self.host: dict[int, dict[object, object]] = {}
         self.seats: dict[int, _Seat] = {}
         self.adapters: dict[AdapterUid, tuple[int, ...]] = {}
         self.launched: deque[_Handle] = deque()
@@ -163,6 +165,8 @@ class FakeRunner:
             raise MemoryError("the device is on fire")
         for seat in plan.vacate:
             del self.seats[seat]
+        for swap in plan.swap_out:
+            self.host[swap.slot] = dict(self.memory[swap.page])
         for uid in plan.evict:
             self.adapters.pop(uid, None)
         for load in plan.load:
@@ -173,9 +177,10 @@ class FakeRunner:
                 self.copying[load.uid] = load.pages
             else:
                 self._end_copy(load.uid, load.pages)
+        for swap in plan.swap_in:
+            self.memory[swap.page] = self.host.pop(swap.slot)
         for start in plan.start:
             assert start.seat not in self.seats, "the seat is taken"
-            assert start.num_cached % self.page_tokens == 0
             assert start.num_cached < len(start.token_ids), "nothing is left to sample from"
             self.seats[start.seat] = _Seat(start, list(start.pages), list(start.token_ids), start.num_cached)
         for grow in plan.grow:
@@ -251,16 +256,21 @@ class FakeSystem:
     admission: Admission = field(default_factory=Optimistic)
     eviction: EvictionPolicy = field(default_factory=Lru)
     prefix_cache: bool = False
+    swap_slots: int = 0
+    memory_split: float | None = None
 
     def __post_init__(self) -> None:
-        self.allocator = PageAllocator(self.num_pages)
-        self.residency = Residency(self.allocator, self.eviction)
-        self.prefixes = PrefixCache(self.allocator, self.residency.reclaimer, self.page_tokens)
+        regions = Regions.of(self.num_pages, self.memory_split)
+        self.allocator = regions if regions.are_split else regions.sequences
+        self.residency = Residency(regions.adapters, self.eviction)
+        region = regions.for_sequences(self.eviction)
+        self.prefixes = PrefixCache(regions.sequences, (region or self.residency).reclaimer, self.page_tokens)
+        self.swap = SwapSpace(self.swap_slots, self.page_tokens, lambda: self.eviction.costs)
         self.images = FakeImages(self.adapters)
         self.runner = FakeRunner(self.num_pages, self.page_tokens)
         self.scheduler = Scheduler(
             geometry=PageGeometry(self.page_tokens, num_layers=1, num_kv_heads=1, head_dim=8, itemsize_bytes=4),
-            allocator=self.allocator,
+            allocator=regions.sequences,
             residency=self.residency,
             images=self.images,
             policy=Fcfs(),
@@ -271,6 +281,8 @@ class FakeSystem:
             refill_seats=self.refill_seats,
             loads=self.loads,
             prefixes=self.prefixes if self.prefix_cache else None,
+            swap=self.swap,
+            region=region,
         )
         self.now_s = 0.0
         self.engine = Engine(self.scheduler, self.runner, lookahead=self.lookahead, now=lambda: self.now_s)

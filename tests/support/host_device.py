@@ -43,7 +43,7 @@ class HostDevice:
 
     Attributes:
         holds_copies: events say that they have not passed, so that loads stay under way.
-        num_captures: graphs captured.
+        num_captures: graphs captured.   num_reclaims: times that memory was given back.
         kept: tensors that a capture, which here has to compute, leaves as they were.
     """
 
@@ -51,7 +51,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.holds_copies = False
-        self.num_captures = 0
+        self.num_captures = self.num_reclaims = 0
         self.kept: list[torch.Tensor] = []
 
     def computing(self) -> AbstractContextManager[object]:
@@ -74,6 +74,9 @@ class HostDevice:
         for tensor, value in zip(self.kept, before, strict=True):
             tensor.copy_(value)
         return HostGraph(run, result), result
+
+    def reclaim(self) -> None:
+        self.num_reclaims += 1
 
     def synchronize(self) -> None:
         pass

@@ -20,6 +20,7 @@ from interleaf.engine.build import EngineParts
 from interleaf.engine.cuda.runner import CudaRunner
 from interleaf.engine.device_sampler import DeviceSampler
 from interleaf.engine.engine import Engine
+from interleaf.engine.swap import HostPages
 from interleaf.kernels import LoraWork, PooledAdapter, build_work
 from interleaf.kernels.rotary import RopeAngles, rotate
 from interleaf.memory.pool import PagePool
@@ -135,6 +136,7 @@ def on_host_device(
         max_rows=config.max_batch_tokens,
         max_pages=parts.geometry.pages_for_tokens(parts.max_model_len) + 1,
         max_graphs=max_graphs,
+        swap=HostPages(pool, device.pinned(parts.scheduler.swap.num_slots * parts.geometry.page_bytes).fill_(255)),
     )
     old.close()
     engine = Engine(parts.scheduler, runner, lookahead=1 if config.overlap else 0)

@@ -47,7 +47,7 @@ def test_a_first_token_tells_how_long_the_sequence_waited_and_no_other_token_doe
     submit(system, "second", tokens=2)
     events = steps(system, 12, seconds=1.0)
     told = starts(events)
-    assert told["first"] == SequenceStart(1.0)
+    assert told["first"] == SequenceStart(1.0, waits={"queued": 1.0})
     assert told["second"].queue_s == pytest.approx(1.0 + 5, abs=1), "four steps of the first, and one to see its end"
     assert sum(isinstance(event, TokenEvent) and event.start is not None for event in events) == 2
 

@@ -18,12 +18,13 @@ from interleaf.core.events import (
     RequestFailed,
     RequestFinished,
     RequestWaiting,
+    RequestWaits,
     SequenceStart,
     TokenEvent,
     TokenLogprobs,
 )
 from interleaf.core.model import GROUP_MODULES, MODULE_GROUP, LoraGroup, ModelSpec, Module, RopeKind, RopeSpec
-from interleaf.core.plan import AdapterLoad, Chunk, SeatGrow, SeatStart, StepPlan, StepResult
+from interleaf.core.plan import AdapterLoad, Chunk, PageSwap, SeatGrow, SeatStart, StepPlan, StepResult
 from interleaf.core.request import Request, SamplingParams
 
 __all__ = [
@@ -42,12 +43,14 @@ __all__ = [
     "ModelSpec",
     "Module",
     "ModuleSpan",
+    "PageSwap",
     "PooledLayout",
     "Request",
     "RequestAborted",
     "RequestFailed",
     "RequestFinished",
     "RequestWaiting",
+    "RequestWaits",
     "RopeKind",
     "RopeSpec",
     "SamplingParams",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -35,12 +35,26 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         num_cached: prompt tokens whose KV was found in the prefix cache.
         found: of its adapter; None for the base model.
         load_s: it is the first to use its adapter since that came to the pool: seconds that this took.
+        waits: `queue_s` by what it waited for, in words; what is not named is 0.
     """
 
     queue_s: float
     num_cached: int = 0
     found: AdapterFound | None = None
     load_s: float | None = None
+    waits: dict[str, float] = {}
+
+
+class RequestWaits(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that a request's sequences have waited, summed by what for, beside what their starts have told.
+
+    Attributes:
+        first: for the first seat, of sequences that have had no token.
+        again: for another seat, of sequences that had lost one.
+    """
+
+    first: dict[str, float] = {}
+    again: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +98,13 @@ class RequestWaiting:
 
     Attributes:
         reason: what it waits for, in words.
+        waits: what it has waited for so far, in seconds.
     """
 
     request_id: str
     waited_s: float
     reason: str
+    waits: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,7 @@ class RequestFinished:
     """Terminal: every sequence of the request ended by itself or was ended singly."""
 
     request_id: str
+    waits: RequestWaits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,7 @@ class RequestAborted:
     """Terminal: the caller ended the request."""
 
     request_id: str
+    waits: RequestWaits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +129,7 @@ class RequestFailed:
 
     request_id: str
     reason: str
+    waits: RequestWaits | None = None
 
 
 Event = TokenEvent | RequestWaiting | RequestFinished | RequestAborted | RequestFailed

@@ -24,6 +24,14 @@ class AdapterLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PageSwap:
+    """A page of the pool, and the page-sized slot of host memory that it is copied to or from, whole."""
+
+    page: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class SeatStart:
     """A sequence takes a seat.
 
@@ -33,8 +41,9 @@ class SeatStart:
         seed: of the sequence; output i is drawn from (seed, i), so a preempted sequence draws the same again.
         pages: KV pages for `token_ids`.
         stop_ids: token ids that end the sequence; not chosen before `params.min_tokens` outputs.
-        num_cached: tokens whose KV lies in the first pages already, shared with other sequences, which only read them
-            too: a whole number of pages. The first chunk begins there.
+        num_cached: tokens whose KV lies in the first pages already, or is copied there by `StepPlan.swap_in`: the first
+            chunk begins there. Whole pages may be shared with other sequences, which only read them too; the others
+            were the sequence's own when it was preempted.
     """
 
     seat: int
@@ -77,8 +86,10 @@ class StepPlan:
     Attributes:
         step: number of the plan, counted from 0 without gaps.
         vacate: seats whose occupants have ended or were preempted.
+        swap_out: pages to copy to host memory. They may be somebody else's from now on.
         evict: adapters whose pages now belong to somebody else.
         load: adapters to copy into the pool; usable once the runner has reported the copy as done.
+        swap_in: pages to copy from host memory, for sequences that start. The slots may be written by the next plan.
         start, grow: changes of seats.
         chunks: prompt rows: sequences under way in order of arrival, then those that start.
         decode: seats that compute one row: the token sampled last, at the next position. In seat order.
@@ -86,8 +97,10 @@ class StepPlan:
 
     step: int
     vacate: tuple[int, ...] = ()
+    swap_out: tuple[PageSwap, ...] = ()
     evict: tuple[AdapterUid, ...] = ()
     load: tuple[AdapterLoad, ...] = ()
+    swap_in: tuple[PageSwap, ...] = ()
     start: tuple[SeatStart, ...] = ()
     grow: tuple[SeatGrow, ...] = ()
     chunks: tuple[Chunk, ...] = ()

@@ -101,6 +101,7 @@ class Engine:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences. Unknown and ended ones are left alone."""
+        self._scheduler.at(self._now())
         self._scheduler.abort(request_id, index)
 
     def step(self) -> list[Event]:
@@ -110,6 +111,7 @@ class Engine:
         except Exception as error:
             self._failure = error
             self._in_flight.clear()
+            self._scheduler.at(self._now())
             self._scheduler.fail_all(f"the engine has stopped: {error!r}")
         events = self._scheduler.take_events()
         self.num_output_tokens += [type(event) for event in events].count(TokenEvent)
@@ -119,10 +121,12 @@ class Engine:
         """End every request, refuse new ones and release the runner. Returns after the last launched step."""
         self._failure = self._failure or EngineDead("it was closed")
         self._in_flight.clear()
+        self._scheduler.at(self._now())
         self._scheduler.fail_all("the engine was closed")
         self._runner.close()
 
     def _advance(self) -> None:
+        self._scheduler.at(self._now())
         for report in self._runner.poll_loads():
             self._scheduler.load_done(report.uid, report.error)
         plan = self._scheduler.plan(self._now()) if self._failure is None else None
@@ -137,4 +141,5 @@ class Engine:
             launched, handle = self._in_flight[0]
             result = handle.result()  # an interrupt while waiting leaves the step where it is
             self._in_flight.popleft()
+            self._scheduler.at(self._now())
             self._scheduler.commit(launched, result)

@@ -18,6 +18,7 @@ from interleaf.attention import AttentionBackend
 from interleaf.core import StepPlan, StepResult
 from interleaf.engine.inputs import SeatInputs
 from interleaf.engine.sampler import Sampler
+from interleaf.engine.swap import HostPages
 from interleaf.errors import EngineDead
 from interleaf.memory.pool import PagePool
 from interleaf.model.transformer import Transformer
@@ -42,6 +43,7 @@ class TorchRunner:
     """Runs one rank's model on one device.
 
     Args:
+        swap: where plans swap pages to; None: they swap none.
         num_seats: sequences that can run at a time.
         overlap: run plans on a thread of their own.
     """
@@ -56,11 +58,13 @@ class TorchRunner:
         num_seats: int,
         *,
         overlap: bool,
+        swap: HostPages | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._sampler = sampler
         self._copier = copier
+        self._swap = swap
         self._inputs = SeatInputs(num_seats, pool, attention)
         self._failure: BaseException | None = None
         # torch keeps the number of threads per thread: the worker takes over its creator's.
@@ -110,12 +114,16 @@ class TorchRunner:
         for seat in plan.vacate:
             self._inputs.vacate(seat)
             self._sampler.vacate(seat)
+        if plan.swap_out:
+            self._host_pages.copy_out(plan.swap_out)
         for uid in plan.evict:
             self._inputs.evict(uid)
         for load in plan.load:
             layout = self._copier.copy(load)
             if layout is not None:
                 self._inputs.loaded(load.uid, layout, load.pages)
+        if plan.swap_in:
+            self._host_pages.copy_in(plan.swap_in)
         for start in plan.start:
             self._inputs.start(start)
             self._sampler.start(
@@ -123,6 +131,11 @@ class TorchRunner:
             )
         for grow in plan.grow:
             self._inputs.grow(grow)
+
+    @property
+    def _host_pages(self) -> HostPages:
+        assert self._swap is not None, "a plan swaps pages, and there is no host memory for them"
+        return self._swap
 
     def _compute(self, plan: StepPlan) -> StepResult:
         if not plan.num_tokens:

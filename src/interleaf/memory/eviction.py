@@ -1,4 +1,5 @@
-"""Which idle thing leaves the pool first: one order for adapters and cached prefixes. Knows values, not contents.
+"""Which idle thing leaves the pool first: one order for adapters, cached prefixes and what preempted sequences have
+computed. Knows values, not contents.
 
 Something is *idle* when no running sequence needs it: it stays until its pages are wanted. `Reclaimer` keeps the idle
 things in the order of a score that the policy gives each when it becomes idle; every change costs O(log idle).
@@ -22,7 +23,7 @@ class Evictable(ABC):
         num_pages: pages that are free once it has been evicted.
         uses: requests that wanted it, old ones counting less (`CostAware`); as of `stamp`.
         stamp: the policy's clock when it was used last.
-        depth: among equals the deepest leaves first: a prefix's last page before its first.
+        depth: among equals the deepest leaves first: a sequence's last page before its first.
         ticket: of its entry in the Reclaimer's heap; None while it is not idle.
     """
 
@@ -40,11 +41,38 @@ class Evictable(ABC):
     def evict(self) -> None:
         """Give the pages back now. Called by the Reclaimer, which has forgotten it already."""
 
+    def cost_s(self, costs: PageCosts) -> float:
+        """Seconds to bring one of its pages back."""
+        return costs.prefix_s if self.kind is OwnerKind.PREFIX else costs.adapter_s
+
+
+@dataclass(frozen=True, slots=True)
+class PageCosts:
+    """Seconds to bring one page back. Measured or estimated by whoever builds the engine.
+
+    Attributes:
+        adapter_s: page bytes / copy rate.
+        prefix_s: page tokens / prefill rate.
+    """
+
+    adapter_s: float = 1.0
+    prefix_s: float = 1.0
+
+    @property
+    def swap_s(self) -> float:
+        """To the host and back: two copies."""
+        return 2 * self.adapter_s
+
 
 class EvictionPolicy(Protocol):
     """Says what an idle thing is worth. A score is asked for once, when the thing becomes idle, and kept until its next
     use: so scores given at different times must compare as the worths do now.
+
+    Attributes:
+        costs: may be replaced at any time; what is idle then keeps its score until its next use.
     """
+
+    costs: PageCosts
 
     def tick(self) -> None:
         """A request has arrived: the clock of `used`."""
@@ -63,9 +91,14 @@ class EvictionPolicy(Protocol):
 
 
 class Lru:
-    """Least recently used first: the plain baseline. Recency is all that counts, whatever a thing costs."""
+    """Least recently used first: the plain baseline. Recency is all that counts, whatever a thing costs.
 
-    def __init__(self) -> None:
+    Args:
+        costs: for those who choose between two ways to bring a page back; not for the order.
+    """
+
+    def __init__(self, costs: PageCosts | None = None) -> None:
+        self.costs = costs or PageCosts()
         self._clock = 0
 
     def tick(self) -> None:
@@ -85,19 +118,6 @@ class Lru:
         return float(self._clock + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class PageCosts:
-    """Seconds to bring one page back. Measured or estimated by whoever builds the engine.
-
-    Attributes:
-        adapter_s: page bytes / copy rate.
-        prefix_s: page tokens / prefill rate.
-    """
-
-    adapter_s: float = 1.0
-    prefix_s: float = 1.0
-
-
 class CostAware:
     """The cost to bring a page back times the chance that it will be wanted.
 
@@ -107,7 +127,9 @@ class CostAware:
 
         log worth = log cost + log uses + stamp * ln 2 / half_life        (the same for both terms of time left out)
 
-    may be computed once. Costs may be replaced at any time; what is idle then keeps its score until its next use.
+    may be computed once.
+
+    What a preempted sequence has computed is sure to be used, and next: it comes before all that have not started.
 
     Args:
         half_life: in requests. Long suits a steady popularity, short one that shifts.
@@ -129,6 +151,8 @@ class CostAware:
         pass
 
     def score(self, item: Evictable) -> float:
+        if item.kind is OwnerKind.KV:
+            return self.score_of_wanted(item, within=1)
         return self._worth(item, item.uses, item.stamp)
 
     def score_of_wanted(self, item: Evictable, within: int) -> float:
@@ -136,8 +160,7 @@ class CostAware:
         return self._worth(item, 1.0 / (within * self._decay), self._clock)
 
     def _worth(self, item: Evictable, uses: float, moment: int) -> float:
-        cost = self.costs.prefix_s if item.kind is OwnerKind.PREFIX else self.costs.adapter_s
-        return log(cost) + log(max(uses, 1e-30)) + moment * self._decay
+        return log(item.cost_s(self.costs)) + log(max(uses, 1e-30)) + moment * self._decay
 
 
 class Reclaimer:

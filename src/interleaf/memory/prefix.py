@@ -39,10 +39,11 @@ class PrefixPage(Evictable):
         parent: the page before it; None in a root, and once the page has left its tree.
         key: in a root, which one it is.
         users: sequences that read it, or write it while it is pending.
+        was_found: a sequence has started on it that had not computed it.
         ready_step: the step that computes its last token; None while that is not planned.
     """
 
-    __slots__ = ("cache", "children", "key", "page", "parent", "ready_step", "tokens", "users")
+    __slots__ = ("cache", "children", "key", "page", "parent", "ready_step", "tokens", "users", "was_found")
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class PrefixPage(Evictable):
         self.page = page
         self.children: dict[tuple[int, ...], PrefixPage] = {}
         self.users = 0
+        self.was_found = False
         self.ready_step: int | None = None
         if parent is not None and parent.key is None:
             # Never worth more than the page before it, without which it cannot be found.
@@ -145,6 +147,7 @@ class PrefixCache:
         """
         for page in reversed(chain):  # so that, by recency too, a page is worth no more than the one before it
             self._reclaimer.policy.used(page)
+            page.was_found = True
         parent = chain[-1] if chain else self._root(root)
         claimed = []
         for index, tokens in self._full_pages(token_ids, len(chain), len(token_ids)):
@@ -169,6 +172,24 @@ class PrefixCache:
             else:
                 self._reclaimer.policy.released(page)
                 self._reclaimer.add(page)
+
+    def part(self, chain: Sequence[PrefixPage], owner: PageOwner) -> int:
+        """A sequence leaves its seat and means to go on later: what nobody else has ever used is its own again.
+
+        Returns: how many pages of the chain stay with the cache, released.
+        """
+        num_shared = len(chain)
+        while num_shared:
+            page = chain[num_shared - 1]
+            if page.was_found or page.children or page.parent is None:
+                break
+            assert page.users == 1
+            self._unhook(page)
+            self._num_used -= 1
+            self._allocator.hand_over(page.page, _OWNER, owner)
+            num_shared -= 1
+        self.release(chain[:num_shared])
+        return num_shared
 
     @staticmethod
     def computed(pages: Iterable[PrefixPage], step: int) -> None:
@@ -293,13 +314,17 @@ class PrefixCache:
                 below.children.clear()
 
     def _free(self, page: PrefixPage) -> None:
+        self._unhook(page)
+        self._allocator.free((page.page,), _OWNER)
+
+    def _unhook(self, page: PrefixPage) -> None:
+        """A page is not the cache's any more."""
         if page.parent is not None:
             page.parent.children.pop(page.tokens, None)
             if page.parent.key is not None:
                 self._forget_if_empty(page.parent.key)
             page.parent = None
         self._num_pages -= 1
-        self._allocator.free((page.page,), _OWNER)
 
     def _subtree(self, page: PrefixPage) -> list[PrefixPage]:
         """A page and all below it, the deepest first."""

@@ -47,7 +47,8 @@ class Draft:
         """A sequence has taken a seat: all that a runner must know of it, and its first chunk."""
         if seq.start is None:
             waited_s = max(0.0, self.now_s - seq.request.arrival_s)
-            seq.start = SequenceStart(waited_s, seq.num_prefilled, seq.found, seq.load_s)
+            seq.start = SequenceStart(waited_s, seq.num_prefilled, seq.found, seq.load_s, seq.waits)
+            seq.waits = {}
         self.start.append(
             SeatStart(
                 seat=seq.seat,

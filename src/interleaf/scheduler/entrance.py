@@ -11,15 +11,10 @@ from interleaf.scheduler.draft import Draft
 from interleaf.scheduler.loads import HostImages, LoadLimits, Loads, Sent
 from interleaf.scheduler.pages import SequencePages
 from interleaf.scheduler.policy import Policy
-from interleaf.scheduler.queue import Standing, WaitingQueue
+from interleaf.scheduler.queue import WaitingQueue
 from interleaf.scheduler.seats import Seats
 from interleaf.scheduler.sequence import Sequence, WaitReason
-
-_REASONS = {
-    Standing.FETCHING: WaitReason.ADAPTER_FETCH,
-    Standing.ASKED: WaitReason.ADAPTER_FETCH,
-    Standing.LOADING: WaitReason.ADAPTER_LOAD,
-}
+from interleaf.scheduler.standing import Standing
 
 
 class Entrance:
@@ -31,7 +26,6 @@ class Entrance:
 
     Args:
         refill_seats: see Scheduler.
-        num_pages: of the pool.
         fail: called with an adapter that cannot be had, and why: those that wait for it are to be failed.
     """
 
@@ -45,7 +39,6 @@ class Entrance:
         images: HostImages,
         limits: LoadLimits,
         refill_seats: int,
-        num_pages: int,
         fail: Callable[[AdapterUid, str], None],
     ) -> None:
         self._seats = seats
@@ -53,23 +46,24 @@ class Entrance:
         self._residency = residency
         self._refill_seats = refill_seats
         self._waiting = WaitingQueue(policy)
+        self._times = self._waiting.times
         self._loads = Loads(
             residency, images, self._waiting, limits,
-            horizon=seats.num_seats, num_pages=num_pages, fail=fail, can_spare=self._can_spare,
+            horizon=seats.num_seats, most_pages=residency.num_pages - pages.shares_pool, fail=fail,
+            can_spare=self._can_spare,
         )  # fmt: skip
         self._evicted: list[AdapterUid] = []
         self._step = 0
         self._group_is_cut = False
         self._reopens_at = 0  # free seats from which on it is tried again, since pages ran out
-        # Of the last plan: why nobody else was started, why no other adapter was sent for, and how many were passed
-        # over for reasons of their own.
-        self._closed_by: WaitReason | None = None
-        self._unsent_by = WaitReason.QUEUED
-        self._passed_over: Counter[WaitReason] = Counter()
 
     def __len__(self) -> int:
         """Waiting sequences."""
         return len(self._waiting)
+
+    def at(self, now_s: float) -> None:
+        """So late it is now: whoever ceases to wait has waited till then."""
+        self._times.at(now_s)
 
     def push(self, seq: Sequence) -> None:
         """A sequence waits from now on."""
@@ -79,7 +73,8 @@ class Entrance:
 
     def remove(self, seq: Sequence) -> None:
         """A sequence waits no longer."""
-        self._waiting.remove(seq)
+        for reason, seconds in self._waiting.remove(seq).items():
+            seq.waits[reason] = seq.waits.get(reason, 0.0) + seconds
         if seq.adapter is not None:
             self._residency.remove_waiter(seq.adapter)
 
@@ -102,20 +97,20 @@ class Entrance:
             num_committed: steps whose tokens are known.
         """
         self._step = draft.step
-        self._passed_over.clear()
+        self._times.begin_plan()
         self._loads.begin_plan(draft.now_s)
         held = closed = self._held_by()
         self._group_is_cut = False
         if len(self._waiting):
             closed = self._walk(draft, num_committed, closed)
             self._waiting.end_pass()
-        self._closed_by = closed
         if held is None:
             self._reopens_at = self._seats.num_free + self._group if closed is WaitReason.PAGES else 0
-        if closed is WaitReason.PAGES:
-            self._unsent_by = closed
-        else:
-            self._unsent_by = WaitReason.LOAD_LIMIT if self._loads.is_full else WaitReason.SEATS
+        unsent = WaitReason.LOAD_LIMIT if self._loads.is_full else WaitReason.SEATS
+        self._times.end_plan(
+            ready=closed or WaitReason.QUEUED,  # those passed over have reasons of their own
+            cold=WaitReason.PAGES if closed is WaitReason.PAGES else unsent,
+        )
 
     def _walk(self, draft: Draft, num_committed: int, closed: WaitReason | None) -> WaitReason | None:
         """Look at the first in line, again and again.
@@ -156,7 +151,7 @@ class Entrance:
                 return wait
             if wait is not None:
                 self._waiting.pass_over(seq)
-                self._passed_over[wait] += 1
+                self._times.pass_over(seq, wait)
             num_left -= 1
 
     def _held_by(self) -> WaitReason | None:
@@ -186,11 +181,12 @@ class Entrance:
 
         Args:
             is_ahead: nobody who waits for it has a seat to take yet. Then as many pages are left free or idle as there
-                are sequences that may need one any moment.
+                are sequences that may need one any moment, if it could be one of the same.
         """
         if not is_ahead:
             self._count_lookup(seq)
-        sent, load = self._loads.send_for(seq, uid, draft.now_s, len(self._seats) if is_ahead else None)
+        reserve = len(self._seats) if self._pages.shares_pool else 0
+        sent, load = self._loads.send_for(seq, uid, draft.now_s, reserve if is_ahead else None)
         self.note_evicted()
         if load is not None:
             draft.load.append(load)
@@ -239,22 +235,13 @@ class Entrance:
         return evicted
 
     def reason(self, seq: Sequence) -> WaitReason:
-        """What a waiting sequence that has had no seat yet waits for, as of the last plan."""
-        standing = self._waiting.standing(seq.adapter)
-        assert standing is not None, f"sequence {seq.owner} does not wait"
-        if standing is Standing.READY:
-            passed = WaitReason.PREFIX if self._passed_over[WaitReason.PREFIX] else WaitReason.QUEUED
-            return self._closed_by or passed
-        return self._unsent_by if standing is Standing.COLD else _REASONS[standing]
+        """What a waiting sequence waits for, as of the last plan."""
+        return self._times.reason(seq)
+
+    def waited(self, seq: Sequence) -> dict[str, float]:
+        """Seconds that a waiting sequence has waited, by reason."""
+        return self._times.waited(seq)
 
     def waiting_by_reason(self) -> Counter[WaitReason]:
         """How many sequences wait, and for what, as of the last plan."""
-        reasons = Counter(self._passed_over)
-        for standing, count in self._waiting.sizes().items():
-            if standing is Standing.READY:
-                reasons[self._closed_by or WaitReason.QUEUED] += count - self._passed_over.total()
-            elif standing is Standing.COLD:
-                reasons[self._unsent_by] += count
-            else:
-                reasons[_REASONS[standing]] += count
-        return +reasons
+        return self._times.counts()

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from interleaf.adapters.residency import Residency
 from interleaf.core import AdapterLoad, AdapterUid, HostState, PooledLayout
-from interleaf.scheduler.queue import Standing, WaitingQueue
+from interleaf.scheduler.queue import WaitingQueue
 from interleaf.scheduler.sequence import Sequence
+from interleaf.scheduler.standing import Standing
 
 
 class HostImages(Protocol):
@@ -62,6 +63,7 @@ class Loads:
     Args:
         limits: see LoadLimits.
         horizon: how many of the next sequences are looked ahead to.
+        most_pages: that an adapter may have.
         fail: called with an adapter that cannot be had, and why: those that wait for it are to be failed.
         can_spare: whether the running sequences can do without so many pages.
     """
@@ -73,7 +75,7 @@ class Loads:
         waiting: WaitingQueue,
         limits: LoadLimits,
         horizon: int,
-        num_pages: int,
+        most_pages: int,
         fail: Callable[[AdapterUid, str], None],
         can_spare: Callable[[int], bool],
     ) -> None:
@@ -82,7 +84,7 @@ class Loads:
         self._waiting = waiting
         self._limits = limits
         self._horizon = horizon
-        self._num_pages = num_pages
+        self._most_pages = most_pages
         self._fail = fail
         self._can_spare = can_spare
         # When each began, in that order.
@@ -166,10 +168,10 @@ class Loads:
             self._fail(uid, self._images.failure(uid))
             return Sent.FAILED, None
         num_pages = self._images.layout(uid).pages
-        if num_pages >= self._num_pages:
+        if num_pages > self._most_pages:
             self._sent_for_s.pop(uid, None)
             self._waiting.move(uid, Standing.COLD)
-            self._fail(uid, f"adapter {uid[:12]} takes {num_pages} pages, the pool has {self._num_pages} for all")
+            self._fail(uid, f"adapter {uid[:12]} takes {num_pages} pages, and {self._most_pages} at most can be had")
             return Sent.FAILED, None
         if not self._make_room(seq, uid, num_pages, reserve_pages):
             self._sent_for_s.pop(uid, None)

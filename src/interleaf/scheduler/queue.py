@@ -1,12 +1,7 @@
 """The waiting sequences in the policy's order, one line for each adapter. Knows where a line stands, not pages.
 
-A sequence can start only if its adapter is in the pool, so lines are sorted by that, and nobody looks at a sequence
-whose adapter is on its way:
-
-    READY    the adapter is in the pool, or there is none: the first of them may start
-    COLD     the adapter must be sent for
-    FETCHING it is on its way to host memory, and has to be asked about in every plan; ASKED: it was
-    LOADING  it is on its way to the pool
+A sequence can start only if its adapter is in the pool, so lines are sorted by that (`Standing`), and nobody looks at a
+sequence whose adapter is on its way. Of those whose adapter is READY the first may start.
 
 Every operation costs O(log n) and a shift of a list, however many wait.
 """
@@ -14,25 +9,15 @@ Every operation costs O(log n) and a shift of a list, however many wait.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Iterator
-from enum import Enum
 
 from interleaf.core import AdapterUid
 from interleaf.scheduler.policy import Policy
 from interleaf.scheduler.sequence import Sequence
+from interleaf.scheduler.standing import Standing
+from interleaf.scheduler.wait_times import WaitTimes
 
 Key = tuple[float, int]
-
-
-class Standing(Enum):
-    """Where the adapter of a line is."""
-
-    READY = "ready"
-    COLD = "cold"
-    FETCHING = "fetching"
-    ASKED = "asked"
-    LOADING = "loading"
 
 
 class _Line:
@@ -47,10 +32,15 @@ class _Line:
 
 
 class WaitingQueue:
-    """Sorted by the policy's key, which must not change while a sequence waits."""
+    """Sorted by the policy's key, which must not change while a sequence waits.
+
+    Attributes:
+        times: how long each has waited, and for what.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.times = WaitTimes()
         self._keys: list[Key] = []
         self._sequences: dict[Key, Sequence] = {}
         self._lines: dict[AdapterUid | None, _Line] = {}
@@ -82,9 +72,10 @@ class WaitingQueue:
             line = self._lines[seq.adapter] = _Line(standing)
         line.size += 1
         self._insert(line, key)
+        self.times.join(seq, line.standing)
 
-    def remove(self, seq: Sequence) -> None:
-        """A sequence waits no longer."""
+    def remove(self, seq: Sequence) -> dict[str, float]:
+        """A sequence waits no longer. Returns: seconds that it has waited, by reason."""
         key = self._policy.key(seq)
         del self._sequences[key]
         del self._keys[bisect_left(self._keys, key)]
@@ -96,6 +87,7 @@ class WaitingQueue:
         line.size -= 1
         if line.size == 0:
             del self._lines[seq.adapter]
+        return self.times.leave(seq)
 
     def move(self, uid: AdapterUid, standing: Standing) -> None:
         """An adapter stands elsewhere now, and with it those that wait for it, if any do."""
@@ -106,6 +98,7 @@ class WaitingQueue:
             _remove(self._heads[line.standing], line.keys[0])
             insort(self._heads[standing], line.keys[0])
         line.standing = standing
+        self.times.move(uid, standing)
 
     def first(self, *standings: Standing) -> Sequence | None:
         """The first in line whose adapter stands at one of these."""
@@ -157,13 +150,6 @@ class WaitingQueue:
             uid = self._sequences[heads[index]].adapter
             if uid is not None:
                 yield uid
-
-    def sizes(self) -> Counter[Standing]:
-        """How many wait at each standing. Costs a walk over the lines."""
-        sizes: Counter[Standing] = Counter()
-        for line in self._lines.values():
-            sizes[line.standing] += line.size
-        return sizes
 
     def _insert(self, line: _Line, key: Key) -> None:
         heads = self._heads[line.standing]

@@ -10,7 +10,8 @@ planning a steady step looks at nobody.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from interleaf.adapters.residency import Residency
 from interleaf.core import (
@@ -22,6 +23,7 @@ from interleaf.core import (
     RequestFailed,
     RequestFinished,
     RequestWaiting,
+    RequestWaits,
     SeatGrow,
     StepPlan,
     StepResult,
@@ -31,12 +33,14 @@ from interleaf.core import (
 from interleaf.memory.allocator import PageAllocator
 from interleaf.memory.geometry import PageGeometry
 from interleaf.memory.prefix import PrefixCache
+from interleaf.memory.regions import SequenceRegion
+from interleaf.memory.swap import SwapSpace
 from interleaf.scheduler.admission import Admission
 from interleaf.scheduler.calendar import Calendar
 from interleaf.scheduler.draft import Draft
 from interleaf.scheduler.entrance import Entrance
 from interleaf.scheduler.loads import HostImages, LoadLimits
-from interleaf.scheduler.pages import SequencePages
+from interleaf.scheduler.pages import ResumeCounts, SequencePages
 from interleaf.scheduler.policy import Policy
 from interleaf.scheduler.preemption import Preemption
 from interleaf.scheduler.seats import Seats
@@ -58,7 +62,8 @@ class Scheduler:
 
     First come, first served among the sequences that could start; one whose adapter is on its way is skipped, one that
     waits for pages is not overtaken. When the pool runs dry, idle adapters and prefixes leave first, then the sequence
-    that arrived last loses its seat and is recomputed later.
+    that arrived last loses its seat; what it has computed stays until its pages are wanted, and leaves in the order of
+    all that is idle.
 
     Args:
         refill_seats: while sequences decode, nobody starts until so many seats are free. Prompts are then computed in
@@ -66,6 +71,8 @@ class Scheduler:
             than that - at low load - a prompt is computed at once.
         loads: how adapters are sent for.
         prefixes: shares pages between sequences that begin alike; None: no two sequences share any.
+        swap: host memory for pages of preempted sequences; None: none.
+        region: the pages of `allocator`, if no adapter may use them: then the residency has an allocator of its own.
     """
 
     def __init__(
@@ -83,6 +90,8 @@ class Scheduler:
         refill_seats: int = 1,
         loads: LoadLimits | None = None,
         prefixes: PrefixCache | None = None,
+        swap: SwapSpace | None = None,
+        region: SequenceRegion | None = None,
     ) -> None:
         assert 1 <= refill_seats <= max_num_seqs, f"refill_seats={refill_seats} of {max_num_seqs} seats"
         self._page_tokens = geometry.page_tokens
@@ -92,7 +101,8 @@ class Scheduler:
         self._admission = admission
         self._preemption = preemption
         self._seats = Seats(max_num_seqs)
-        self._pages = SequencePages(geometry, allocator, residency, admission, prefixes)
+        self.swap = swap or SwapSpace(0, geometry.page_tokens, lambda: residency.reclaimer.policy.costs)
+        self._pages = SequencePages(geometry, allocator, residency, admission, prefixes, self.swap, region)
         self._entrance = Entrance(
             policy=policy,
             seats=self._seats,
@@ -101,7 +111,6 @@ class Scheduler:
             images=images,
             limits=loads or LoadLimits(),
             refill_seats=refill_seats,
-            num_pages=allocator.num_pages,
             fail=self._fail_waiting,
         )
         self._open: dict[str, _Open] = {}
@@ -134,6 +143,10 @@ class Scheduler:
         if self._long_waits is not None:
             self._long_waits.arrived(sequences[0])
         self._open[request.id] = _Open(request, sequences, len(sequences))
+
+    def at(self, now_s: float) -> None:
+        """So late it is now: whoever ceases to wait before the next plan has waited till then."""
+        self._entrance.at(now_s)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it; what has ended already is left alone."""
@@ -173,10 +186,12 @@ class Scheduler:
         """The next step, or None when there is nothing to compute or copy now.
 
         Args:
-            now_s: by whatever clock; only the time limit of loads asks for it.
+            now_s: by whatever clock; the time limit of loads asks for it, and how long somebody has waited.
         """
+        self.at(now_s)
         step = self._num_steps
         draft = Draft(step, self._max_batch_tokens, now_s, self._page_tokens)
+        self.swap.begin_plan()
         self._grow_decoding(draft)
         decode, decode_rows = self._seats.decode_rows
         draft.budget -= len(decode)
@@ -195,11 +210,14 @@ class Scheduler:
                 self._start_decoding(seq)
         for seq in self._last_rows.take(step):
             self._seats.start_draining(seq)
+        swap_out, swap_in = self.swap.take_copies()
         plan = StepPlan(
             step=step,
             vacate=self._seats.take_vacated(),
+            swap_out=swap_out,
             evict=self._entrance.take_evicted(),
             load=tuple(draft.load),
+            swap_in=swap_in,
             start=tuple(draft.start),
             grow=tuple(draft.grow),
             chunks=tuple(draft.chunks),
@@ -211,8 +229,8 @@ class Scheduler:
 
     def _tell_long_waits(self, sequences: list[Sequence], now_s: float) -> None:
         for seq in sequences:
-            reason = self._entrance.reason(seq)
-            self._events.append(RequestWaiting(seq.request_id, now_s - seq.request.arrival_s, reason.value))
+            waited_s, reason = now_s - seq.request.arrival_s, self._entrance.reason(seq)
+            self._events.append(RequestWaiting(seq.request_id, waited_s, reason.value, self._entrance.waited(seq)))
 
     def _grow_decoding(self, draft: Draft) -> None:
         """Give a page to every decoding sequence whose pages are full, the oldest first."""
@@ -243,10 +261,16 @@ class Scheduler:
             self._growth.enter(seq.grow_step, seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's seat and pages away; it will be computed again from its tokens."""
-        self._unseat(seq, SequenceState.WAITING)
+        """Take a sequence's seat away. It goes on later with what is left of its pages, and its tokens.
+
+        One that drains will not: it ends with the token in flight, and loses nothing by giving its pages up before.
+        """
+        if seq.state is SequenceState.DRAINING:
+            self._unseat(seq, SequenceState.WAITING)
+        else:
+            self._retire(seq, SequenceState.WAITING, self._pages.set_aside)
+            self.num_preemptions += 1
         seq.resume_step = self._num_steps
-        self.num_preemptions += 1
         self._entrance.push(seq)
 
     # ------------------------------------------------------------------ commit
@@ -297,10 +321,13 @@ class Scheduler:
     # ------------------------------------------------------------------ ends
 
     def _unseat(self, seq: Sequence, state: SequenceState) -> None:
+        self._retire(seq, state, self._pages.leave)
+
+    def _retire(self, seq: Sequence, state: SequenceState, leave_pages: Callable[[Sequence, int], None]) -> None:
         if seq.state is SequenceState.DECODE:
             self._growth.strike(seq.grow_step, seq)
             self._last_rows.strike(seq.last_step, seq)
-        self._pages.leave(seq, self._num_steps)
+        leave_pages(seq, self._num_steps)  # which asks for the state that it leaves
         self._seats.leave(seq, state)
 
     def _drop(self, seq: Sequence) -> None:
@@ -309,6 +336,7 @@ class Scheduler:
             self._unseat(seq, SequenceState.ENDED)
         elif seq.state is SequenceState.WAITING:
             self._entrance.remove(seq)
+            self._pages.forget(seq)
             seq.state = SequenceState.ENDED
 
     def _end(self, seq: Sequence) -> None:
@@ -322,7 +350,8 @@ class Scheduler:
         del self._open[entry.request.id]
         for seq in entry.sequences:
             self._drop(seq)
-        self._events.append(terminal)
+        waits = _untold_waits(entry.sequences)
+        self._events.append(terminal if waits is None else replace(terminal, waits=waits))
 
     def _fail_waiting(self, uid: AdapterUid, reason: str) -> None:
         """Fail the requests that wait for an adapter which cannot be had."""
@@ -349,6 +378,30 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._entrance)
 
+    @property
+    def resumed(self) -> ResumeCounts:
+        """How preempted sequences went on."""
+        return self._pages.resumed
+
     def waiting_by_reason(self) -> Counter[WaitReason]:
         """How many sequences wait, and for what, as of the last plan."""
         return self._entrance.waiting_by_reason()
+
+
+def _untold_waits(sequences: list[Sequence]) -> RequestWaits | None:
+    """What the sequences of a request that has ended have waited for, and no first token has told."""
+    first: dict[str, float] = {}
+    again: dict[str, float] = {}
+    for seq in sequences:
+        if seq.start is None:
+            _add_up(first, seq.waits)
+            continue
+        if not seq.num_outputs:
+            _add_up(first, seq.start.waits)
+        _add_up(again, seq.waits)
+    return RequestWaits(first, again) if first or again else None
+
+
+def _add_up(total: dict[str, float], waits: Mapping[str, float]) -> None:
+    for reason, seconds in waits.items():
+        total[reason] = total.get(reason, 0.0) + seconds

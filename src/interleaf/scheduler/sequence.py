@@ -6,6 +6,7 @@ from enum import Enum
 
 from interleaf.core import AdapterFound, FinishReason, Request, SequenceStart
 from interleaf.memory.allocator import OwnerKind, PageOwner
+from interleaf.memory.kept import KeptPages
 from interleaf.memory.prefix import PrefixPage, Root
 
 
@@ -42,6 +43,7 @@ class Sequence:
         max_tokens: tokens of prompt and output at most.
         pages: its KV pages, in order of position.
         prefix: the first of them that belong to the prefix cache.
+        kept: its pages while it waits, if it has been preempted.
         num_known: tokens known when it took its seat: so many are prefilled.
         num_prefilled: positions whose KV is in the cache or planned, until it decodes.
         first_decode_step: the step of its first decode row, once the known tokens are planned.
@@ -52,12 +54,14 @@ class Sequence:
         found: as which.
         load_s: see SequenceStart.
         start: how it came to its first seat; None before that.
+        waits: seconds that it has waited by reason, those told in `start` excepted.
     """
 
     __slots__ = (
-        "adapter", "considered", "first_decode_step", "found", "grow_step", "index", "last_step", "load_s",
+        "adapter", "considered", "first_decode_step", "found", "grow_step", "index", "kept", "last_step", "load_s",
         "max_tokens", "num_known", "num_prefilled", "order", "owner", "pages", "prefix", "prompt_tokens", "request",
         "request_id", "resume_step", "root", "seat", "seed", "start", "state", "stop_ids", "token_ids",
+        "waits",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, seed: int, order: int, stop_ids: frozenset[int]) -> None:
@@ -77,6 +81,7 @@ class Sequence:
         self.seat = 0
         self.pages: list[int] = []
         self.prefix: list[PrefixPage] = []
+        self.kept: KeptPages | None = None
         self.num_known = 0
         self.num_prefilled = 0
         self.first_decode_step = 0
@@ -87,6 +92,7 @@ class Sequence:
         self.found: AdapterFound | None = None
         self.load_s: float | None = None
         self.start: SequenceStart | None = None
+        self.waits: dict[str, float] = {}
 
     @property
     def num_outputs(self) -> int:

@@ -12,9 +12,11 @@ from interleaf.attention import choose_attention
 from interleaf.config import EngineConfig
 from interleaf.core import AdapterUid
 from interleaf.engine.cuda.device import CudaDevice
+from interleaf.engine.cuda.host_memory import registered
 from interleaf.engine.cuda.runner import CudaRunner
 from interleaf.engine.cuda.warm import WarmUp
 from interleaf.engine.device_sampler import DeviceSampler
+from interleaf.engine.swap import HostPages
 from interleaf.errors import ConfigError
 from interleaf.kernels.device_lora import DeviceLora
 from interleaf.memory.pool import PagePool
@@ -75,6 +77,7 @@ def build_runner(
     pool: PagePool,
     image: Callable[[AdapterUid], AdapterImage],
     max_model_len: int,
+    num_swap_slots: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> CudaRunner:
     """The runner of one GPU, warmed up.
@@ -82,13 +85,17 @@ def build_runner(
     Args:
         pool: with the scrap page.
         image: of an adapter in the host tier.
+        num_swap_slots: pages that host memory has room for.
         progress: of the warm-up.
 
-    Raises: ConfigError: the pool has more tiles than the LoRA kernels can number.
+    Raises: ConfigError: the pool has more tiles than the LoRA kernels can number, or there is no memory to swap to.
     """
     geometry, spec = pool.geometry, model.spec
     _require_countable(pool, model.shard)
     device = CudaDevice(pool.data.device)
+    swap = None
+    if num_swap_slots:
+        swap = HostPages(pool, registered("swap_memory", num_swap_slots * geometry.page_bytes))
     runner = CudaRunner(
         device=device,
         model=model,
@@ -106,6 +113,7 @@ def build_runner(
         max_rows=config.max_batch_tokens,
         max_pages=geometry.pages_for_tokens(max_model_len) + 1,
         max_graphs=config.max_graphs,
+        swap=swap,
     )
     WarmUp(
         runner,

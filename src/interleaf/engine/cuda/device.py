@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 
 _LEFT_BYTES = 2**28
-"""Of the device's memory, that graphs leave alone."""
+"""Of the device's memory, that graphs leave alone; twice as much after every time that it was not enough."""
 
 
 class Event(Protocol):
@@ -62,6 +62,9 @@ class Device(Protocol):
         Raises: OutOfMemoryError: little is left, and steps that are launched kernel by kernel may need it.
         """
 
+    def reclaim(self) -> None:
+        """Give back memory that nothing refers to, that of graphs included, and leave more of it free from now on."""
+
     def synchronize(self) -> None:
         """Wait for everything."""
 
@@ -76,6 +79,7 @@ class CudaDevice:
         self._copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._capture = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
+        self._left_bytes = _LEFT_BYTES
 
     def computing(self) -> AbstractContextManager[object]:
         return cast(AbstractContextManager[object], torch.cuda.stream(self._compute))
@@ -90,8 +94,8 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        if torch.cuda.mem_get_info(self.torch_device)[0] < _LEFT_BYTES:
-            raise torch.OutOfMemoryError(f"under {_LEFT_BYTES} bytes are free")
+        if torch.cuda.mem_get_info(self.torch_device)[0] < self._left_bytes:
+            raise torch.OutOfMemoryError(f"under {self._left_bytes} bytes are free")
         # torch.cuda.graph would wait for the device and empty its caches first, which costs a running server steps.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capture):
@@ -105,6 +109,11 @@ class CudaDevice:
                 raise
             graph.capture_end()
         return cast(Graph, graph), result
+
+    def reclaim(self) -> None:
+        self._graph_memory = torch.cuda.graph_pool_handle()  # the old one goes with the last graph that refers to it
+        self._left_bytes *= 2
+        torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

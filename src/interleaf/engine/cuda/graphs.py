@@ -79,6 +79,10 @@ class GraphCache(Generic[Captured]):
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def clear(self) -> None:
+        """Give up all graphs. They are captured again as they are met."""
+        self._graphs.clear()
+
     def capacity(self, num_rows: int) -> int:
         """The rows of the graph that takes so many."""
         return self.capacities[bisect_left(self.capacities, num_rows)]

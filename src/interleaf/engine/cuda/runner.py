@@ -10,6 +10,7 @@ device but `CudaStepHandle.result`, and the engine asks for that only when the n
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ from interleaf.engine.cuda.inputs import DeviceInputs, Rows
 from interleaf.engine.cuda.pieces import Pieces, PiecewiseForward
 from interleaf.engine.cuda.staging import Staging
 from interleaf.engine.device_sampler import DeviceSampler, PendingSample, SamplingKind
+from interleaf.engine.swap import HostPages
 from interleaf.errors import EngineDead
 from interleaf.kernels.device_lora import DeviceLora, LoraStep
 from interleaf.memory.pool import PagePool
 from interleaf.model.transformer import Batch, Transformer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class CudaRunner:
         max_rows: rows of a step at most.
         max_pages: pages of the longest sequence.
         max_graphs: captured graphs kept at most; 0 = every step is launched kernel by kernel.
+        swap: where plans swap pages to; None: they swap none.
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class CudaRunner:
         max_rows: int,
         max_pages: int,
         max_graphs: int,
+        swap: HostPages | None = None,
     ) -> None:
         self._device = device
         self._model = model
@@ -128,6 +134,7 @@ class CudaRunner:
         self._sampler = sampler
         self._lora = lora
         self._copier = copier
+        self._swap = swap
         self._num_seats = num_seats
         self._inputs = DeviceInputs(
             num_seats, pool.geometry.page_tokens, max_pages, pool.num_pages - 1, device.torch_device
@@ -231,6 +238,9 @@ class CudaRunner:
         for seat in plan.vacate:
             self._inputs.vacate(seat)
             self._sampler.vacate(seat)
+        # On the compute stream: after the steps that wrote the pages, before the event that adapters' copies wait for.
+        if plan.swap_out:
+            self._host_pages.copy_out(plan.swap_out)
         for uid in plan.evict:
             if uid not in self._not_loaded:
                 self._lora.remove(uid)
@@ -241,6 +251,8 @@ class CudaRunner:
                 self._not_loaded.add(load.uid)
             else:
                 self._lora.add(load.uid, layout, load.pages)
+        if plan.swap_in:
+            self._host_pages.copy_in(plan.swap_in)
         for start in plan.start:
             self._inputs.start(start)
             self._sampler.start(
@@ -248,6 +260,11 @@ class CudaRunner:
             )
         for grow in plan.grow:
             self._inputs.grow(grow)
+
+    @property
+    def _host_pages(self) -> HostPages:
+        assert self._swap is not None, "a plan swaps pages, and there is no host memory for them"
+        return self._swap
 
     def _send(self) -> None:
         changes = self._inputs.take_table_changes(self._staging)
@@ -276,16 +293,18 @@ class CudaRunner:
                 attention=attention,
                 lora=None if lora is None else lora.work,
             )
-            logits = self._model.forward(batch, self._pool.data)
+            logits = forward(batch, self._pool.data)
             if outside is not None:
                 return outside[:capacity].copy_(logits)
             return self._sampler.choose(logits, rows.seats, kind)
 
+        forward = self._model.forward
         key = (capacity, _lora_key(lora), kind)
         captured = graphs.find(key)
         if captured is None and graphs.is_due(key):
             captured = graphs.keep(key, lambda: _Decode(*self._device.capture(run)))
         if captured is None:
+            forward = self._forward
             result = run()
         else:
             captured.graph.replay()
@@ -294,6 +313,21 @@ class CudaRunner:
         if kind is SamplingKind.OUTSIDE:
             return None, self._sampler.sample_outside(result[:num_rows], plan.decode, rows.seats[:num_rows])
         return result[:num_rows], None
+
+    def _forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
+        """The model's forward pass, kernel by kernel. Where memory is short graphs give theirs back.
+
+        A pass that was broken off may be repeated: it writes nothing but its own rows' K and V.
+        """
+        try:
+            return self._model.forward(batch, pool)
+        except torch.OutOfMemoryError as error:
+            logger.warning("memory is short, all graphs are given up: %s", str(error).partition(".")[0])
+        for graphs in (self._graphs, self._mixed_graphs):
+            if graphs is not None:
+                graphs.clear()
+        self._device.reclaim()
+        return self._model.forward(batch, pool)
 
     def _logits(self) -> torch.Tensor:
         if self._outside is None:
@@ -317,8 +351,9 @@ class CudaRunner:
             pieces = self._pieces_of(plan.num_tokens, lora)
             logits = self._pieces.run(pieces, token_ids, rows.device.positions, attention, rows.sampled)
         else:
-            batch = Batch(token_ids, rows.device.positions, attention, rows.sampled, work)
-            logits = self._model.forward(batch, self._pool.data)
+            logits = self._forward(
+                Batch(token_ids, rows.device.positions, attention, rows.sampled, work), self._pool.data
+            )
         if not plan.sampled_seats:
             return None, None
         if kind is SamplingKind.OUTSIDE:
