@@ -123,12 +123,15 @@ class BenchEngine:
         self.parts.allocator.check()
 
     def cap_pool(self, num_bytes: int | None) -> None:
-        """Leave the pool only so many bytes (None: all): the others are held back. No request may be open."""
-        allocator = self.parts.allocator
+        """Leave the pool only so many bytes (None: all): the others are held back. No request may be open.
+
+        Of a pool that is split (`memory_split`) the sequences' part shrinks.
+        """
+        allocator = self.parts.allocator.sequences
         allocator.free(self._held, _HELD)
         self._held = ()
         if num_bytes is not None:
-            surplus = allocator.num_pages - self.parts.geometry.pages_for_bytes(num_bytes)
+            surplus = self.parts.allocator.num_pages - self.parts.geometry.pages_for_bytes(num_bytes)
             if surplus > 0:
                 self._held = allocator.alloc(surplus, _HELD)
 

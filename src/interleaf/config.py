@@ -33,22 +33,25 @@ _LIMITS = {
     "max_graphs": 2**12,
     "max_loads": 2**12,
     "prefetch_loads": 2**12,
+    "prefill_rate": 2**40,
 }
 """Beyond these a value is a slip of the finger: tables of that size would not fit a machine."""
 
 _BY_DEVICE: Any = None
 """Default of a setting that is given its value by `device`."""
-_CPU_DEFAULTS = {"memory": "1GiB", "max_batch_tokens": 512, "max_num_seqs": 64}
-_GPU_DEFAULTS = {"memory": 0.9, "max_batch_tokens": 8192, "max_num_seqs": 512}
+_CPU_DEFAULTS = {"memory": "1GiB", "max_batch_tokens": 512, "max_num_seqs": 64, "swap_memory": 0}
+_GPU_DEFAULTS = {"memory": 0.9, "max_batch_tokens": 8192, "max_num_seqs": 512, "swap_memory": "4GiB"}
 _REFILL_SHARE = 16
 """On a GPU the seats are refilled in groups of one in so many."""
 
 
-def parse_bytes(name: str, value: int | str) -> int:
+def parse_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
     """Bytes from a number or from text such as "512MiB" (powers of 1024) or "2GB" (powers of 1000).
 
-    Raises: ConfigError: the text is no size, or the size is not positive.
+    Raises: ConfigError: the text is no size, or the size is not positive, or negative if it may be zero.
     """
+    if may_be_zero and not isinstance(value, bool) and str(value).strip() == "0":
+        return 0
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match[2].lower()) if match else None
@@ -74,6 +77,8 @@ class EngineConfig:
         attention: on a GPU: "flashinfer", "triton" (our own kernels), or "auto": the first where it can be had.
         memory: budget of the page pool: a size ("1GiB", or bytes); on a GPU also a fraction below 1 of all its memory,
             of which the weights and what a step needs are taken first.
+        memory_split: a share of the pool's pages, between 0 and 1, for adapters and for nothing else; None: they share
+            all of it with KV. It is what the shared pool replaces, there to be compared with.
         page_tokens: tokens of KV in a page; small pages waste less on small adapters, large ones need fewer indices.
         max_batch_tokens: rows computed in one step at most; long prompts are computed in chunks of what is left.
         max_num_seqs: sequences that run at a time at most.
@@ -82,12 +87,20 @@ class EngineConfig:
         max_graphs: captured decode steps that a GPU keeps; 0 captures none.
         max_model_len: prompt + max_tokens at most; None takes the model's own context.
         adapter_host_memory: budget of host memory for registered adapters; beyond it they are read from disk again.
+        adapter_disk_dir: folder for copies, laid out, of adapters that host memory has no room for; None: no copies are
+            made, and they are read from their sources. Several engines may share one.
+        adapter_disk_memory: budget of that folder.
+        swap_memory: budget of host memory for what preempted sequences have computed; 0: none, and what has to leave
+            the pool is computed again. On a CPU the pool is in the same memory: a larger one does more good.
         overlap: plan step k+1 while step k runs. Off, a step is planned after the one before has been read.
         admission: what must fit in the pool before a sequence starts: its known tokens ("optimistic"), what it and
             those that run are expected to need at once ("estimated"), or all that they may ever need ("conservative":
             nobody is preempted).
         eviction: which idle adapter or prefix leaves first: the one worth least, by the time it takes to bring it back
             and the chance that it will be wanted ("cost"), or the least recently used ("lru").
+        copy_rate: bytes a second that an adapter's copy into the pool takes to be, and prefill_rate: tokens of prompts
+            a second. The eviction order and preemption reckon with them. None: measured at start. Setting both makes a
+            run repeatable, plan by plan.
         prefix_cache: sequences of one adapter that begin alike share the pages of what they have in common.
         max_loads: adapters on their way to the pool at most.
         prefetch_loads: of those, how many may be for requests that cannot start yet; 0: none.
@@ -102,6 +115,7 @@ class EngineConfig:
     device: str = "cpu"
     attention: Attention = "auto"
     memory: int | float | str = _BY_DEVICE
+    memory_split: float | None = None
     page_tokens: int = 16
     max_batch_tokens: int = _BY_DEVICE
     max_num_seqs: int = _BY_DEVICE
@@ -109,9 +123,14 @@ class EngineConfig:
     max_graphs: int = 256
     max_model_len: int | None = None
     adapter_host_memory: int | str = "4GiB"
+    adapter_disk_dir: str | None = None
+    adapter_disk_memory: int | str = "16GiB"
+    swap_memory: int | str = _BY_DEVICE
     overlap: bool = True
     admission: Admission = "estimated"
     eviction: Eviction = "cost"
+    copy_rate: int | str | None = None
+    prefill_rate: int | None = None
     prefix_cache: bool = False
     max_loads: int = 32
     prefetch_loads: int = 8
@@ -128,20 +147,29 @@ class EngineConfig:
         if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", self.device):
             raise ConfigError(f'device must be "cpu", "cuda" or "cuda:N", got {self.device!r}')
         self._fill_in()
-        object.__setattr__(self, "adapter_host_memory", parse_bytes("adapter_host_memory", self.adapter_host_memory))
+        for name in ("adapter_host_memory", "adapter_disk_memory"):
+            object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+        object.__setattr__(self, "swap_memory", self.swap_memory_bytes)
+        object.__setattr__(self, "copy_rate", self.copy_rate_bytes)
+        folder = self.adapter_disk_dir
+        _require(folder is None or (isinstance(folder, str) and folder), "adapter_disk_dir", "a folder", folder)
         fraction = _fraction(self.memory)
         if fraction is None or self.device == "cpu":
             object.__setattr__(self, "memory", parse_bytes("memory", cast(int | str, self.memory)))
         else:
             object.__setattr__(self, "memory", fraction)
+        if self.memory_split is not None:
+            share = _fraction(self.memory_split)
+            _require(share, "memory_split", "a share between 0 and 1", self.memory_split)
+            object.__setattr__(self, "memory_split", share)
         if isinstance(self.page_tokens, bool | float) or self.page_tokens not in PAGE_TOKENS:
             raise ConfigError(f"page_tokens must be one of {', '.join(map(str, PAGE_TOKENS))}, got {self.page_tokens}")
         for name, least in (
             ("max_batch_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 1), ("refill_seats", 1), ("max_graphs", 0),
-            ("max_loads", 1), ("prefetch_loads", 0),
+            ("max_loads", 1), ("prefetch_loads", 0), ("prefill_rate", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if name == "max_model_len" and value is None:
+            if name in ("max_model_len", "prefill_rate") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LIMITS[name]:
                 raise ConfigError(f"{name} must be a whole number from {least} to {_LIMITS[name]}, got {value!r}")
@@ -182,6 +210,18 @@ class EngineConfig:
     @property
     def adapter_host_memory_bytes(self) -> int:
         return parse_bytes("adapter_host_memory", self.adapter_host_memory)
+
+    @property
+    def swap_memory_bytes(self) -> int:
+        return parse_bytes("swap_memory", self.swap_memory, may_be_zero=True)
+
+    @property
+    def copy_rate_bytes(self) -> int | None:
+        return None if self.copy_rate is None else parse_bytes("copy_rate", self.copy_rate)
+
+    @property
+    def adapter_disk_memory_bytes(self) -> int:
+        return parse_bytes("adapter_disk_memory", self.adapter_disk_memory)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -50,13 +50,15 @@ class PoolTooSmall(InterleafError):
 
     Attributes:
         needed_pages: pages that the thing takes.
-        total_pages: pages that the pool has.
+        total_pages: pages that the pool has, or the share of it that the thing may use.
     """
 
-    def __init__(self, what: str, needed_pages: int, total_pages: int, arithmetic: str) -> None:
+    def __init__(
+        self, what: str, needed_pages: int, total_pages: int, arithmetic: str, *, where: str = "the pool"
+    ) -> None:
         self.needed_pages = needed_pages
         self.total_pages = total_pages
-        super().__init__(f"{what} needs {needed_pages} pages and the pool has {total_pages}: {arithmetic}")
+        super().__init__(f"{what} needs {needed_pages} pages and {where} has {total_pages}: {arithmetic}")
 
 
 class OutOfPages(InterleafError):

@@ -43,12 +43,22 @@ class EngineStats:
         adapter_prefetches: loads begun ahead of need.
         adapter_prefetches_unused: of those, the adapters that left without having been used.
         steps: plans launched.   computed_tokens: rows of all steps.   output_tokens: tokens committed.
-        preemptions: sequences that lost their seat and were computed again.
+        preemptions: sequences that lost their seat.
+        resumed_kept, resumed_swapped, resumed_recomputed: of those, that have a seat again: all that they had computed
+            was still in the pool; pages of it came back from host memory; or neither, some had to be computed again.
+        recomputed_tokens: of all of them, tokens that had to be.
+        swap_out_pages, swap_in_pages: copied to host memory, and back.
+        swap_slots, swap_used_slots: pages that host memory has room for, and those that are there now.
         prefix_hit_tokens, prefix_miss_tokens: known tokens of sequences that started, by whether their KV was found in
-            the prefix cache; both 0 without one.
+            the prefix cache or had to be computed; both 0 without one.
         load_counts: loads by the first of LOAD_BOUNDS_S that is not below the time from sending for the adapter, to the
             disk if it must be, until it was in the pool; one more for those beyond.   load_s: the sum of the times.
         adapter_pages: pages of every adapter in the pool, by one of its names.
+        adapter_disk_bytes, adapter_disk_files: what the folder of the disk tier holds; all of it 0 without one.
+        adapter_disk_hits, adapter_disk_writes: adapters read back from there, and written to it.
+        adapter_disk_errors: files there that were damaged, or could not be read or written.
+        copy_rate, prefill_rate: bytes copied to the pool and tokens of prompts computed a second, as measured at start
+            or as set: what eviction and preemption reckon with.
     """
 
     pool: PoolStats
@@ -74,3 +84,18 @@ class EngineStats:
     load_counts: tuple[int, ...] = ()
     load_s: float = 0.0
     adapter_pages: dict[str, int] = field(default_factory=dict)
+    resumed_kept: int = 0
+    resumed_swapped: int = 0
+    resumed_recomputed: int = 0
+    recomputed_tokens: int = 0
+    swap_out_pages: int = 0
+    swap_in_pages: int = 0
+    swap_slots: int = 0
+    swap_used_slots: int = 0
+    adapter_disk_bytes: int = 0
+    adapter_disk_files: int = 0
+    adapter_disk_hits: int = 0
+    adapter_disk_writes: int = 0
+    adapter_disk_errors: int = 0
+    copy_rate: float = 0.0
+    prefill_rate: float = 0.0

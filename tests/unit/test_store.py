@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,28 +13,13 @@ from interleaf.core import HostState, ModelSpec, Module
 from interleaf.errors import AdapterLoadFailed, AdapterRejected
 from interleaf.memory.geometry import PageGeometry
 from interleaf.parallel.shard import Shard
+from tests.support.manual_executor import ManualExecutor
 from tests.support.peft_folders import CONFIG, MODEL, NUM_LAYERS, Draft, make_tensors
 
 SPEC = ModelSpec(**MODEL)
 GEOMETRY = PageGeometry(page_tokens=4, num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, itemsize_bytes=4)
 IMAGE_BYTES = 3 * GEOMETRY.page_bytes
 """Of an adapter of rank 3 on q and v: 3 * (64 + 64 + 64 + 32) = 672 elements a layer, in lanes of 256."""
-
-
-class ManualExecutor(Executor):
-    """Runs what was submitted when the test says so."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def submit(self, fn, /, *args, **kwargs):
-        self.waiting.append((fn, args, kwargs))
-        return Future()
-
-    def run_all(self):
-        while self.waiting:
-            fn, args, kwargs = self.waiting.pop(0)
-            fn(*args, **kwargs)
 
 
 class Clock:

@@ -92,11 +92,16 @@ class CopyDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A copy that has been enqueued; its image is kept until it has ended."""
+    """A copy that has been enqueued; its image is kept until it has ended.
+
+    Attributes:
+        failure: why a part of it was refused. What was enqueued before still writes to the pages.
+    """
 
     uid: AdapterUid
     image: AdapterImage
     ended: CopyEvent
+    failure: str | None = None
 
 
 class StreamCopier:
@@ -119,7 +124,11 @@ class StreamCopier:
     def copy(self, load: AdapterLoad) -> PooledLayout | None:
         """Enqueue an adapter's copy behind all that is on the current stream, all layers of a page at once.
 
-        Returns: where everything will lie; None if the image could not be had, which `poll` then explains.
+        A copy that the driver refuses is one load's failure. Of what goes wrong later, while a device works, CUDA does
+        not tell whose it was, and nothing can be done with the device from then on: that raises, here or in `poll`.
+
+        Returns: where everything will lie; None if the image could not be had or its copy was refused, which `poll`
+            then explains.
         """
         try:
             image = self._image(load.uid)
@@ -129,19 +138,24 @@ class StreamCopier:
         assert image.layout.pages == len(load.pages), f"{image.layout.pages} pages of image for {len(load.pages)}"
         launched, ended = self._device.event(), self._device.event()
         launched.record()
+        failure = None
         with self._device.copying():
             launched.wait()
-            for first, page, count in _runs(load.pages):
-                self._pool.lanes[page : page + count].copy_(image.data[first : first + count], non_blocking=True)
-            ended.record()
-        self._under_way.append(_UnderWay(load.uid, image, ended))
-        return image.layout
+            try:
+                for first, page, count in _runs(load.pages):
+                    self._pool.lanes[page : page + count].copy_(image.data[first : first + count], non_blocking=True)
+            except RuntimeError as error:  # torch's word for it
+                failure = f"adapter {load.uid[:12]} could not be copied to the device: {error}"
+            ended.record()  # and here it is told whether the device still works
+        self._under_way.append(_UnderWay(load.uid, image, ended, failure))
+        return None if failure else image.layout
 
     def poll(self) -> list[LoadReport]:
         """Copies that have ended since the last call, in order."""
         reports, self._failed = self._failed, []
         while self._under_way and self._under_way[0].ended.query():
-            reports.append(LoadReport(self._under_way.popleft().uid))
+            copy = self._under_way.popleft()
+            reports.append(LoadReport(copy.uid, copy.failure))
         return reports
 
     def wait(self) -> bool:

@@ -6,16 +6,22 @@ another process has laid out.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, RLock
 
+from interleaf.adapters.disk_tier import DiskCounts, DiskTier
 from interleaf.adapters.image import AdapterImage
 from interleaf.core import AdapterUid, HostState, PooledLayout
 from interleaf.errors import AdapterLoadFailed
+
+logger = logging.getLogger(__name__)
 
 _ARRIVAL_HOLD_S = 2.0
 """Seconds that an image which was fetched is kept for whoever sent for it, should nobody ask again."""
@@ -48,14 +54,29 @@ class HostTier(ABC):
     An image leaves memory, least recently used first, when the budget is exceeded; but not while it is pinned, not
     between the answer READY and the pin that follows it, and not between its arrival and that answer. Fetches wait
     until what must stay leaves room, so the budget is exceeded only by one adapter that is larger than all of it.
+    Beside it a disk tier holds, for a moment, the images that it is writing.
 
     Args:
         budget_bytes: of images in memory.
+        disk: takes what leaves memory, and is asked before an image is made again; closed with this tier.
+        prepare: what is done to an image before it is kept, such as registering its memory with a device's driver.
+        executor: where images that were prepared are given up; None: wherever the last reference goes.
         now: seconds, monotonic.
     """
 
-    def __init__(self, budget_bytes: int, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        disk: DiskTier | None = None,
+        prepare: Callable[[AdapterImage], AdapterImage] | None = None,
+        executor: Executor | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._budget_bytes = budget_bytes
+        self._disk = disk
+        self._prepare = prepare
+        self._executor = executor
         self._now = now
         self._lock = RLock()
         self._fetch_ended = Condition(self._lock)
@@ -86,6 +107,11 @@ class HostTier(ABC):
     def num_in_memory(self) -> int:
         return len(self._in_memory)
 
+    @property
+    def disk_counts(self) -> DiskCounts:
+        """What the disk tier holds and has done; all 0 without one."""
+        return DiskCounts() if self._disk is None else self._disk.counts
+
     def __len__(self) -> int:
         """Registered adapters."""
         return len(self._entries)
@@ -96,15 +122,18 @@ class HostTier(ABC):
 
     def _register(self, uid: AdapterUid, source: str, image: AdapterImage) -> None:
         with self._lock:
-            assert not self._closed, "the store is closed"
-            entry = self._entries.get(uid)
-            if entry is None:
-                entry = HostEntry([], image.layout, image.num_bytes)
-                self._entries[uid] = entry
-            if source not in entry.sources:
-                entry.sources.append(source)
-            entry.failure, entry.removed = None, False
-            self._install(uid, entry, image)
+            self._install(uid, self._enter(uid, source, image), image)
+
+    def _enter(self, uid: AdapterUid, source: str, image: AdapterImage) -> HostEntry:
+        """Have an entry for an adapter whose image has been seen."""
+        assert not self._closed, "the store is closed"
+        entry = self._entries.get(uid)
+        if entry is None:
+            entry = self._entries[uid] = HostEntry([], image.layout, image.num_bytes)
+        if source not in entry.sources:
+            entry.sources.append(source)
+        entry.failure, entry.removed = None, False
+        return entry
 
     def layout(self, uid: AdapterUid) -> PooledLayout:
         """Where everything of a registered adapter lies."""
@@ -123,9 +152,8 @@ class HostTier(ABC):
                 entry.failure = None
                 if not self._has_room(entry):
                     return HostState.FETCHING
-                entry.fetching = True
-                self._coming_bytes += entry.num_bytes
-                self._fetch(uid, entry)
+                self._expect(entry)
+                self._send_for(uid, entry)
             if entry.image is not None:
                 entry.held_until_s = 0.0
                 self._promised = uid
@@ -196,6 +224,8 @@ class HostTier(ABC):
             self._in_memory.clear()
             self._kept.clear()
             self._used_bytes = 0
+        if self._disk is not None:
+            self._disk.close()
 
     def _entry(self, uid: AdapterUid) -> HostEntry:
         entry = self._entries.get(uid)
@@ -215,6 +245,36 @@ class HostTier(ABC):
             else:
                 del self._kept[uid]
         return staying == 0 or staying + wanted.num_bytes <= self._budget_bytes
+
+    def _expect(self, entry: HostEntry) -> None:
+        entry.fetching = True
+        self._coming_bytes += entry.num_bytes
+
+    def _send_for(self, uid: AdapterUid, entry: HostEntry) -> None:
+        """Have an image brought from disk, or made again."""
+        if self._disk is not None and self._disk.holds(uid):
+            self._disk.fetch(uid, entry.layout, lambda image: self._from_disk(uid, entry, image))
+        else:
+            self._fetch(uid, entry)
+
+    def _from_disk(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage | None) -> None:
+        """What the disk tier was asked for has come, or cannot be had."""
+        if image is not None:
+            self._arrived(uid, entry, self._prepared(image), None)
+        elif self._entries.get(uid) is entry:
+            self._fetch(uid, entry)
+        else:
+            self._arrived(uid, entry, None, "it was removed")
+
+    def _prepared(self, image: AdapterImage) -> AdapterImage:
+        """The image as it is to be kept. One that cannot be prepared is as good, if slower to copy."""
+        if self._prepare is None:
+            return image
+        try:
+            return self._prepare(image)
+        except Exception:  # on a thread of our own, where nobody else would hear of it, and requests wait
+            logger.exception("an image could not be prepared for copies")
+            return image
 
     def _arrived(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage | None, failure: str | None) -> None:
         with self._lock:
@@ -245,15 +305,30 @@ class HostTier(ABC):
             return
         for uid, entry in list(self._in_memory.items()):
             if not self._must_stay(uid, entry):
-                self._drop(uid, entry)
+                leaving = self._take_out(uid, entry)
+                if self._disk is not None:
+                    self._disk.offer(uid, leaving)
+                else:
+                    self._let_go(leaving)
                 if self._used_bytes <= self._budget_bytes:
                     return
 
-    def _drop(self, uid: AdapterUid, entry: HostEntry) -> None:
+    def _take_out(self, uid: AdapterUid, entry: HostEntry) -> list[AdapterImage]:
+        """Returns: the image, in a list that whoever gives it up clears: nobody else refers to it from here."""
+        leaving = [] if entry.image is None else [entry.image]
         if entry.image is not None:
             entry.image = None
             del self._in_memory[uid]
             self._used_bytes -= entry.num_bytes
+        return leaving
+
+    def _let_go(self, leaving: list[AdapterImage]) -> None:
+        """Give an image up, on the thread that prepares them: to undo that may take long, too."""
+        if self._prepare is not None and self._executor is not None:
+            with suppress(RuntimeError):  # it was shut down
+                self._executor.submit(leaving.clear)
 
     def _forget(self, uid: AdapterUid) -> None:
-        self._drop(uid, self._entries.pop(uid))
+        self._let_go(self._take_out(uid, self._entries.pop(uid)))
+        if self._disk is not None:
+            self._disk.discard(uid)

@@ -29,6 +29,9 @@ from interleaf.errors import AdapterRejected, ConfigError
 from interleaf.memory.geometry import MIN_TILE, PageGeometry
 from interleaf.parallel.shard import Shard
 
+IMAGE_VERSION = 1
+"""Goes up when `build` makes other bytes of the same adapter and layout: images are kept on disk across releases."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterImage:

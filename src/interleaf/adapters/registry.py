@@ -40,6 +40,11 @@ class Registry:
         with self._lock:
             return tuple(self._uids)
 
+    def has_name(self, name: str) -> bool:
+        """Whether a name is taken."""
+        with self._lock:
+            return name in self._uids
+
     def first_names(self, uids: Container[AdapterUid]) -> dict[AdapterUid, str]:
         """The oldest name of each of some adapters that has one. Costs a walk over all names."""
         found: dict[AdapterUid, str] = {}

@@ -103,6 +103,11 @@ class Residency:
         self.num_busy_pages = 0
         self.counts = ResidencyCounts()
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that adapters may have, in use or not."""
+        return self._allocator.num_pages
+
     def state(self, uid: AdapterUid) -> AdapterState:
         entry = self._pooled.get(uid)
         return AdapterState.COLD if entry is None else entry.state
@@ -224,7 +229,10 @@ class Residency:
         assert entry.state is AdapterState.LOADING
         self.num_busy_pages -= len(entry.pages)
         self.counts.failed_loads += 1
+        is_forgotten = entry.doomed
         self._drop(entry)
+        if is_forgotten:
+            self._forget(entry)
 
     def abandon_load(self, uid: AdapterUid) -> None:
         """Nobody waits for a copy any longer. It still writes to its pages: they are free once its end is reported."""

@@ -2,8 +2,8 @@
 
     publisher: write_slab ──▶ file ──▶ engine: map it, unlink it
 
-A slab is a header, then the image's bytes from the next multiple of 4096. It has a name only until it has been mapped:
-from then on its memory belongs to the mapping, and whatever kills either process leaves nothing behind.
+A slab (`image_file.py`) has a name only until it has been mapped: from then on its memory belongs to the mapping, and
+whatever kills either process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -13,29 +13,23 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
+from interleaf.adapters.disk_tier import DiskTier
 from interleaf.adapters.host_tier import HostEntry, HostTier
 from interleaf.adapters.image import AdapterImage
-from interleaf.core import AdapterUid, PooledLayout
+from interleaf.adapters.image_file import image_bytes, image_shape, make_header, read_header
+from interleaf.adapters.json_file import Unreadable
+from interleaf.core import AdapterUid
 from interleaf.errors import AdapterLoadFailed
 from interleaf.memory.geometry import PageGeometry
 
 SUFFIX = ".slab"
-_ALIGNMENT = 4096
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 64 * 2**20
-
-
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    uid: AdapterUid
-    source: str
-    layout: PooledLayout
-    dtype: str
 
 
 def write_slab(folder: Path, uid: AdapterUid, source: str, image: AdapterImage) -> Path:
@@ -43,15 +37,13 @@ def write_slab(folder: Path, uid: AdapterUid, source: str, image: AdapterImage) 
 
     Raises: AdapterLoadFailed: the folder has no room; nothing is left there.
     """
-    header = msgspec.msgpack.encode(_Header(uid, source, image.layout, str(image.data.dtype)))
     path = None
     try:
         descriptor, name = tempfile.mkstemp(SUFFIX, f"{uid[:12]}-", folder)
         path = Path(name)
         with open(descriptor, "wb") as file:
-            file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-            file.seek(_first_byte(len(header)))
-            file.write(image.data.contiguous().view(torch.uint8).numpy().data)
+            file.write(make_header(uid, source, image, digested=False))
+            file.write(image_bytes(image.data))
     except OSError as error:
         if path is not None:
             path.unlink(missing_ok=True)
@@ -82,22 +74,16 @@ def map_slab(path: str, geometry: PageGeometry, dtype: torch.dtype) -> Slab:
     try:
         with open(path, "rb+") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length > min(size, _MAX_HEADER_BYTES):
-                raise AdapterLoadFailed(AdapterUid(Path(path).stem), f"{path} is not a slab")
-            header = msgspec.msgpack.decode(file.read(length), type=_Header)
-            shape = (header.layout.pages, geometry.num_layers, geometry.lane_elems)
-            elems, first = shape[0] * shape[1] * shape[2], _first_byte(length)
-            if header.dtype != str(dtype) or (elems and size != first + elems * dtype.itemsize):
-                raise AdapterLoadFailed(header.uid, f"{path} holds {size} bytes of {header.dtype}, not {shape} {dtype}")
-            if not elems:
+            header, first = read_header(file, size, geometry, dtype)
+            shape = image_shape(header.layout, geometry)
+            if not header.layout.pages:
                 data = torch.zeros(shape, dtype=dtype)
             else:
                 # Shared with the file; torch keeps the mapping for as long as a tensor looks at it.
                 mapping = mmap.mmap(file.fileno(), size)
-                data = torch.frombuffer(mapping, dtype=dtype, count=elems, offset=first).view(shape)
+                data = torch.frombuffer(mapping, dtype=dtype, offset=first).view(shape)
         os.unlink(path)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, Unreadable) as error:
         raise AdapterLoadFailed(AdapterUid(Path(path).stem), f"its slab {path} could not be mapped: {error}") from error
     return Slab(header.uid, header.source, AdapterImage(header.layout, data))
 
@@ -108,7 +94,11 @@ class SlabStore(HostTier):
     Args:
         budget_bytes: of slabs that are mapped.
         ask: has a slab made again of a source, and does not wait; `arrived` is called with it, or with why not.
-        prepare: what is done to an image before it is kept, such as registering its memory with a device's driver.
+            Called from any thread.
+        on_arrival: called from any thread when an image has come, or has turned out not to.
+        disk, prepare: see HostTier.
+        executor: where images are prepared, and given up: both may take long. Until an image has been prepared its
+            adapter is on its way. None: prepared where they come in. Shut down by `close`.
     """
 
     def __init__(
@@ -118,39 +108,88 @@ class SlabStore(HostTier):
         budget_bytes: int,
         ask: Callable[[AdapterUid, str], None],
         *,
+        on_arrival: Callable[[], None] = lambda: None,
+        disk: DiskTier | None = None,
         prepare: Callable[[AdapterImage], AdapterImage] | None = None,
+        executor: Executor | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(budget_bytes, now=now)
-        self._prepare = prepare
+        super().__init__(budget_bytes, disk=disk, prepare=prepare, executor=executor, now=now)
         self._geometry = geometry
         self._dtype = dtype
         self._ask = ask
+        self._on_arrival = on_arrival
         self._asked: dict[AdapterUid, list[HostEntry]] = {}  # one that was removed and came back is there twice
 
     def add(self, source: str) -> AdapterUid:
         """Map the slab at a path. Raises: AdapterLoadFailed: there is none."""
-        slab = self._map(source)
-        self._register(slab.uid, slab.source, slab.image)
+        slab = map_slab(source, self._geometry, self._dtype)
+        with self._lock:
+            entry = self._enter(slab.uid, slab.source, slab.image)
+            if entry.image is not None:
+                self._install(slab.uid, entry, entry.image)
+                return slab.uid
+            is_expected = not entry.fetching
+            if is_expected:
+                self._expect(entry)
+        self._prepare_image(slab.image, lambda image: self._registered(slab.uid, entry, image, is_expected))
         return slab.uid
 
     def arrived(self, uid: AdapterUid, slab: str | None, failure: str | None) -> None:
         """What was asked for has come; nobody may want it any more."""
-        image = None
-        if slab is not None:
-            try:
-                mapped = self._map(slab)
-                assert mapped.uid == uid, f"slab of {mapped.uid} for {uid}"
-                image = mapped.image
-            except AdapterLoadFailed as error:
-                failure = error.reason
         with self._lock:
-            for entry in self._asked.pop(uid, []):
+            entries = self._asked.pop(uid, [])
+
+        def prepared(image: AdapterImage | None) -> None:
+            for entry in entries:
                 self._arrived(uid, entry, image, failure)
 
-    def _map(self, path: str) -> Slab:
-        slab = map_slab(path, self._geometry, self._dtype)
-        return slab if self._prepare is None else replace(slab, image=self._prepare(slab.image))
+        if slab is not None:
+            try:
+                mapped = map_slab(slab, self._geometry, self._dtype)
+                assert mapped.uid == uid, f"slab of {mapped.uid} for {uid}"
+            except AdapterLoadFailed as error:
+                failure = error.reason
+            else:
+                self._prepare_image(mapped.image, prepared)
+                return
+        prepared(None)
+
+    def close(self) -> None:
+        """Forget everything; return when what was begun has ended."""
+        super().close()
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _prepare_image(self, image: AdapterImage, then: Callable[[AdapterImage], None]) -> None:
+        """Call `then` with the image as it is to be kept."""
+        if self._prepare is None:
+            then(image)
+            return
+        waiting = [image]
+
+        def run() -> None:
+            then(self._prepared(waiting.pop()))
+
+        if self._executor is None:
+            run()
+        else:
+            with suppress(RuntimeError):  # it was shut down
+                self._executor.submit(run)
+
+    def _registered(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage, is_expected: bool) -> None:
+        """The image of an adapter that was added may be used from now on."""
+        with self._lock:
+            if is_expected:
+                entry.fetching = False
+                self._coming_bytes -= entry.num_bytes
+            if self._entries.get(uid) is entry:
+                self._install(uid, entry, image)
+        self._on_arrival()
+
+    def _arrived(self, uid: AdapterUid, entry: HostEntry, image: AdapterImage | None, failure: str | None) -> None:
+        super()._arrived(uid, entry, image, failure)
+        self._on_arrival()
 
     def asked(self) -> list[tuple[AdapterUid, str]]:
         """What has been asked for and has not arrived: whoever makes slabs may have died meanwhile."""
@@ -161,10 +200,6 @@ class SlabStore(HostTier):
         """Return at once: slabs arrive through the thread that would wait here."""
 
     def _fetch(self, uid: AdapterUid, entry: HostEntry) -> None:
-        self._asked.setdefault(uid, []).append(entry)
+        with self._lock:
+            self._asked.setdefault(uid, []).append(entry)
         self._ask(uid, entry.sources[0])
-
-
-def _first_byte(header_bytes: int) -> int:
-    """Where the image begins."""
-    return -(-(_LENGTH_BYTES + header_bytes) // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,7 @@
 """The host tier of a process that reads adapters itself. Knows nothing of the pool.
 
-Below host memory there is no copy of our own: an adapter's source (its folder, or its seed) is read, checked and laid
-out again, and must still have the uid that it was registered with.
+An adapter that is neither in host memory nor in a disk tier is made again of its source (its folder, or its seed): that
+is read, checked and laid out, and must still have the uid that it was registered with.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 
 import torch
 
+from interleaf.adapters.disk_tier import DiskTier
 from interleaf.adapters.host_tier import HostEntry, HostTier
 from interleaf.adapters.image import AdapterImage, build
 from interleaf.adapters.parsed import AdapterSummary, ParsedAdapter
@@ -28,8 +29,8 @@ class AdapterStore(HostTier):
     Args:
         budget_bytes: of images in memory.
         order: of the streams of the images, as the device's kernels want it.
-        prepare: makes an image ready for copies to the device.
         fetch: where images are read again; None reads them inside `prepare`. It stays its owner's.
+        disk, prepare: see HostTier.
         now: seconds, monotonic.
     """
 
@@ -43,17 +44,16 @@ class AdapterStore(HostTier):
         fetch: Executor | None = None,
         *,
         order: StreamOrder = StreamOrder.ROWS,
+        disk: DiskTier | None = None,
         prepare: Callable[[AdapterImage], AdapterImage] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(budget_bytes, now=now)
+        super().__init__(budget_bytes, disk=disk, prepare=prepare, executor=fetch, now=now)
         self._order = order
-        self._prepare = prepare
         self._spec = spec
         self._shard = shard
         self._geometry = geometry
         self._dtype = dtype
-        self._executor = fetch
         self._summaries: dict[AdapterUid, AdapterSummary] = {}
 
     def add(self, source: str) -> AdapterUid:

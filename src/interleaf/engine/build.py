@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from interleaf.adapters.copy import AdapterCopier
+from interleaf.adapters.disk_tier import DiskTier, open_folder
 from interleaf.adapters.host_tier import HostTier
-from interleaf.adapters.image import require_tile
+from interleaf.adapters.image import AdapterImage, require_tile
 from interleaf.adapters.pinned import pin
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.residency import Residency
@@ -18,16 +19,19 @@ from interleaf.adapters.store import AdapterStore
 from interleaf.attention import build_kernels
 from interleaf.attention.torch_sdpa import TorchSdpa
 from interleaf.config import EngineConfig
-from interleaf.core import ModelSpec, StreamOrder
+from interleaf.core import AdapterUid, ModelSpec, StreamOrder
 from interleaf.engine.engine import Engine, Runner
+from interleaf.engine.rates import ProbedImages, RateProbe, Rates, find_rates, nominal_rates, probe_image
 from interleaf.engine.runner import TorchRunner
 from interleaf.engine.sampler import Sampler
+from interleaf.engine.swap import HostPages
 from interleaf.errors import ConfigError, PoolTooSmall
-from interleaf.memory.allocator import PageAllocator
-from interleaf.memory.eviction import CostAware, EvictionPolicy, Lru, PageCosts
+from interleaf.memory.eviction import CostAware, EvictionPolicy, Lru
 from interleaf.memory.geometry import PageGeometry
 from interleaf.memory.pool import PagePool
 from interleaf.memory.prefix import PrefixCache
+from interleaf.memory.regions import Regions, pages_for_sequences
+from interleaf.memory.swap import SwapSpace
 from interleaf.model.spec import parse_spec
 from interleaf.model.transformer import Transformer
 from interleaf.parallel.shard import Shard
@@ -44,29 +48,28 @@ _ADMISSION: dict[str, Callable[[], Admission]] = {
     "conservative": Conservative,
 }
 
-_CPU_RATES, _GPU_RATES = (4e9, 1e3), (50e9, 3e4)
-"""Bytes copied to the pool, and tokens prefilled, per second: what an adapter's page and a prefix's are worth beside
-each other. Only the ratio matters, and only roughly. Nominal rates of a small model on two cores, and of an 8B model on
-a GPU with PCIe 5: nothing is measured at start.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The rooms of one running engine; `close` releases them."""
+    """The rooms of one running engine; `close` releases them.
+
+    Attributes:
+        rates: that the costs of pages were made of, for as long as the engine runs.
+    """
 
     config: EngineConfig
     spec: ModelSpec
     geometry: PageGeometry
     max_model_len: int
     pool: PagePool
-    allocator: PageAllocator
+    allocator: Regions
     residency: Residency
     registry: Registry
     store: HostTier
     prefixes: PrefixCache | None
     scheduler: Scheduler
     runner: Runner
+    rates: Rates
     engine: Engine
     fetcher: ThreadPoolExecutor
 
@@ -108,6 +111,8 @@ def build_engine(
     """
     device = _device(config)
     is_gpu = device.type == "cuda"
+    if config.adapter_disk_dir is not None:  # likewise refused before minutes of reading
+        open_folder(config.adapter_disk_dir)
     checkpoint = open_checkpoint(model, config.load_format, config.seed or 0)
     try:
         spec = parse_spec(checkpoint.config, model)
@@ -131,11 +136,12 @@ def build_engine(
         raise ConfigError(
             f"memory={config.memory}: a pool of {num_bytes} bytes cannot be had on {config.device}: {error}"
         ) from error
-    allocator = PageAllocator(num_pages)
-    residency = Residency(allocator, _eviction(config, geometry))
-    prefixes = PrefixCache(allocator, residency.reclaimer, geometry.page_tokens) if config.prefix_cache else None
-    # One torch thread: laying out an adapter must not take the cores from the step that runs meanwhile.
-    fetcher = ThreadPoolExecutor(1, "adapter-fetch", torch.set_num_threads, (1,))
+    allocator = Regions.of(num_pages, config.memory_split)
+    residency = Residency(allocator.adapters, _eviction(config, geometry))
+    region = allocator.for_sequences(residency.reclaimer.policy)
+    idle = (region or residency).reclaimer
+    prefixes = PrefixCache(allocator.sequences, idle, geometry.page_tokens) if config.prefix_cache else None
+    fetcher = image_thread("adapter-fetch", config)
     store: HostTier
     if make_store is None:
         store = AdapterStore(
@@ -146,13 +152,16 @@ def build_engine(
             config.adapter_host_memory_bytes,
             fetcher,
             order=stream_order(config),
+            disk=disk_tier(config, geometry, dtype),
             prepare=pin if is_gpu else None,
         )
     else:
         store = make_store(geometry, dtype)
+    # Where nobody is ever preempted, nothing is ever swapped.
+    num_slots = 0 if config.admission == "conservative" else geometry.pages_for_bytes(config.swap_memory_bytes)
     scheduler = Scheduler(
         geometry=geometry,
-        allocator=allocator,
+        allocator=allocator.sequences,
         residency=residency,
         images=store,
         policy=Fcfs(),
@@ -163,8 +172,20 @@ def build_engine(
         refill_seats=config.refill_seats,
         loads=LoadLimits(config.max_loads, config.prefetch_loads, config.load_timeout),
         prefixes=prefixes,
+        swap=SwapSpace(num_slots, geometry.page_tokens, lambda: residency.reclaimer.policy.costs),
+        region=region,
     )
-    runner = _runner(config, transformer, pool, store, max_model_len, progress and _named("warm-up", progress))
+    warm_up = progress and _named("warm-up", progress)
+    images = ProbedImages(store.image)
+    runner = _runner(config, transformer, pool, images, max_model_len, num_slots, warm_up)
+    rates = find_rates(
+        config,
+        RateProbe(runner, images),
+        geometry,
+        max_model_len,
+        lambda: _probe_image(config, shard, geometry, dtype, num_pages),
+    )
+    residency.reclaimer.policy.costs = rates.costs(geometry)
     engine = Engine(scheduler, runner, lookahead=1 if config.overlap else 0)
     return EngineParts(
         config=config,
@@ -179,16 +200,43 @@ def build_engine(
         prefixes=prefixes,
         scheduler=scheduler,
         runner=runner,
+        rates=rates,
         engine=engine,
         fetcher=fetcher,
     )
 
 
 def _eviction(config: EngineConfig, geometry: PageGeometry) -> EvictionPolicy:
-    if config.eviction == "lru":
-        return Lru()
-    copy_bytes_s, prefill_tokens_s = _CPU_RATES if config.device == "cpu" else _GPU_RATES
-    return CostAware(PageCosts(geometry.page_bytes / copy_bytes_s, geometry.page_tokens / prefill_tokens_s))
+    costs = nominal_rates(config).costs(geometry)  # until rates are found
+    return Lru(costs) if config.eviction == "lru" else CostAware(costs)
+
+
+def _probe_image(
+    config: EngineConfig, shard: Shard, geometry: PageGeometry, dtype: torch.dtype, num_pages: int
+) -> AdapterImage | None:
+    """An image as the host tier would hold it; None: the pool is too small for any."""
+    image = probe_image(shard, geometry, dtype, stream_order(config), num_pages)
+    return image if image is None or config.device == "cpu" else pin(image)
+
+
+def image_thread(name: str, config: EngineConfig) -> ThreadPoolExecutor:
+    """One thread that works on adapters' images beside the steps."""
+    return ThreadPoolExecutor(1, name, _begin_image_thread, (config.device,))
+
+
+def _begin_image_thread(device: str) -> None:
+    # One torch thread: laying out an adapter must not take the cores from the step that runs meanwhile.
+    torch.set_num_threads(1)
+    if device != "cpu":  # memory is registered in the context of the thread's device, which is the first by default
+        torch.cuda.set_device(torch.device(device).index or 0)
+
+
+def disk_tier(config: EngineConfig, geometry: PageGeometry, dtype: torch.dtype) -> DiskTier | None:
+    """Where images go that leave host memory; None: nowhere. Raises: ConfigError: the folder cannot be used."""
+    if config.adapter_disk_dir is None:
+        return None
+    folder, budget = open_folder(config.adapter_disk_dir), config.adapter_disk_memory_bytes
+    return DiskTier(folder, budget, geometry, dtype, image_thread("adapter-disk", config))
 
 
 def stream_order(config: EngineConfig) -> StreamOrder:
@@ -216,23 +264,32 @@ def _runner(
     config: EngineConfig,
     transformer: Transformer,
     pool: PagePool,
-    store: HostTier,
+    image: Callable[[AdapterUid], AdapterImage],
     max_model_len: int,
+    num_swap_slots: int,
     progress: Callable[[int, int], None] | None,
 ) -> Runner:
     if config.device != "cpu":
         from interleaf.engine.cuda.build import build_runner
 
-        return build_runner(config, transformer, pool, store.image, max_model_len, progress)
+        return build_runner(config, transformer, pool, image, max_model_len, num_swap_slots, progress)
     return TorchRunner(
         model=transformer,
         attention=TorchSdpa(pool, transformer.spec.sliding_window),
         pool=pool,
         sampler=Sampler(config.max_num_seqs, transformer.spec.vocab_size, transformer.device),
-        copier=AdapterCopier(pool, store.image),
+        copier=AdapterCopier(pool, image),
         num_seats=config.max_num_seqs,
         overlap=config.overlap,
+        swap=_host_pages(config, pool, num_swap_slots) if num_swap_slots else None,
     )
+
+
+def _host_pages(config: EngineConfig, pool: PagePool, num_slots: int) -> HostPages:
+    try:
+        return HostPages(pool, torch.zeros(num_slots * pool.geometry.page_bytes, dtype=torch.uint8))
+    except RuntimeError as error:
+        raise ConfigError(f"swap_memory={config.swap_memory}: so much memory cannot be had: {error}") from error
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec, geometry: PageGeometry, num_pages: int) -> int:
@@ -240,17 +297,23 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, geometry: PageGeometry
     longest = config.max_model_len or spec.max_position
     if longest > spec.max_position:
         raise ConfigError(f"max_model_len={longest} is over the model's context of {spec.max_position} tokens")
-    needed = geometry.pages_for_tokens(longest)
-    if needed > num_pages:
+    needed, split = geometry.pages_for_tokens(longest), config.memory_split
+    total = pages_for_sequences(num_pages, split)
+    if needed > total:
+        enough = needed if split is None else int(needed / (1 - split))
+        while pages_for_sequences(enough, split) < needed:
+            enough += 1
         raise PoolTooSmall(
             f"a sequence of max_model_len={longest} tokens",
             needed,
-            num_pages,
+            total,
             f"a page holds {geometry.page_tokens} tokens and takes {geometry.page_bytes} bytes ({geometry.num_layers} "
             f"layers x 2 x {geometry.page_tokens} tokens x {geometry.num_kv_heads} KV heads x {geometry.head_dim} x "
-            f"{geometry.itemsize_bytes} bytes), memory is {config.memory}, {num_pages} pages; give at least "
-            f"{needed * geometry.page_bytes} bytes"
-            + (f", or a max_model_len of {num_pages * geometry.page_tokens} at most" if num_pages else ""),
+            f"{geometry.itemsize_bytes} bytes), memory is {config.memory}, {num_pages} pages"
+            + ("" if split is None else f", of which memory_split={split:g} leaves {total} to sequences")
+            + f"; give at least {enough * geometry.page_bytes} bytes"
+            + (f", or a max_model_len of {total * geometry.page_tokens} at most" if total else ""),
+            where="the pool" if split is None else "their share of the pool",
         )
     return longest
 

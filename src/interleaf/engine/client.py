@@ -37,6 +37,9 @@ class EngineClient(Protocol):
     def adapters(self) -> tuple[str, ...]:
         """Names that requests can use, in the order they were registered."""
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether requests can use a name."""
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
 
@@ -115,6 +118,10 @@ class InProcessClient:
     def adapters(self) -> tuple[str, ...]:
         """Names that requests can use, in the order they were registered."""
         return self._parts.registry.names()
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether requests can use a name."""
+        return self._parts.registry.has_name(name)
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, adapter: str | None) -> None:
         """Whether a request would be accepted now. Raises: RequestRejected, AdapterNotFound."""
@@ -201,7 +208,9 @@ class InProcessClient:
         """The engine at this moment."""
         parts = self._parts
         counts = parts.residency.counts
+        disk = parts.store.disk_counts
         prefixes = PrefixCounts() if parts.prefixes is None else parts.prefixes.counts
+        resumed, swap = parts.scheduler.resumed, parts.scheduler.swap
         return EngineStats(
             pool=PoolStats(
                 total_pages=parts.allocator.num_pages,
@@ -236,6 +245,21 @@ class InProcessClient:
             load_counts=tuple(counts.load_times),
             load_s=counts.load_s,
             adapter_pages=self._pages_by_name(),
+            resumed_kept=resumed.kept,
+            resumed_swapped=resumed.swapped,
+            resumed_recomputed=resumed.recomputed,
+            recomputed_tokens=resumed.recomputed_tokens,
+            swap_out_pages=swap.counts.out_pages,
+            swap_in_pages=swap.counts.in_pages,
+            swap_slots=swap.num_slots,
+            swap_used_slots=swap.num_used_slots,
+            adapter_disk_bytes=disk.bytes,
+            adapter_disk_files=disk.files,
+            adapter_disk_hits=disk.hits,
+            adapter_disk_writes=disk.writes,
+            adapter_disk_errors=disk.errors,
+            copy_rate=parts.rates.copy,
+            prefill_rate=parts.rates.prefill,
         )
 
     def _pages_by_name(self) -> dict[str, int]:
@@ -253,8 +277,15 @@ class InProcessClient:
         self._parts.store.remove(uid)
 
     def _require_fit(self, name: str, layout: PooledLayout) -> None:
-        """Whatever is accepted can run alone: any adapter fits beside the longest sequence."""
+        """Whatever is accepted can run alone: any adapter fits beside the longest sequence, or in its own share."""
         geometry, total = self._parts.geometry, self._parts.allocator.num_pages
+        if self._parts.allocator.are_split:
+            share, split = self._parts.allocator.adapters.num_pages, self._parts.config.memory_split
+            if layout.pages > share:
+                how = f"memory_split={split} of {total} pages, {geometry.page_bytes} bytes each"
+                where = "the adapters' share of the pool"
+                raise PoolTooSmall(f"adapter {name!r}", layout.pages, share, how, where=where)
+            return
         longest = geometry.pages_for_tokens(self._parts.max_model_len)
         if layout.pages + longest > total:
             raise PoolTooSmall(

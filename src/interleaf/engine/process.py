@@ -12,12 +12,15 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from interleaf.adapters.pinned import pin
 from interleaf.adapters.slabs import SlabStore
+from interleaf.config import EngineConfig
 from interleaf.core import (
     NOT_TERMINAL,
     AdapterUid,
@@ -29,12 +32,14 @@ from interleaf.core import (
     TokenEvent,
 )
 from interleaf.engine import messages as m
-from interleaf.engine.build import EngineParts, build_engine, stream_order
+from interleaf.engine.bell import Bell
+from interleaf.engine.build import EngineParts, build_engine, disk_tier, image_thread, stream_order
 from interleaf.engine.channel import ENGINE_SOCKET, Endpoint, Peer
 from interleaf.engine.child import Parent
 from interleaf.engine.client import InProcessClient
 from interleaf.engine.serving import EngineInfo
 from interleaf.errors import AdapterNotFound, InterleafError
+from interleaf.memory.geometry import PageGeometry
 
 _IDLE_WAIT_S = 0.5
 """Longest sleep of an idle engine; what comes ends it at once, a signal within this time."""
@@ -64,13 +69,9 @@ class EngineServer:
         self._owners: dict[str, Peer] = {}  # of the open requests
         self._wanted: deque[m.Fetch] = deque()  # slabs to ask for
         self._stopping = False
-        budget = boot.config.adapter_host_memory_bytes
-        prepare = None if boot.config.device == "cpu" else pin
+        self._bell = Bell()  # rung by the threads that bring images
         self._parts = build_engine(
-            model,
-            boot.config,
-            None if parent is None else parent.progress,
-            lambda geometry, dtype: SlabStore(geometry, dtype, budget, self._want, prepare=prepare),
+            model, boot.config, None if parent is None else parent.progress, partial(self._make_store, boot.config)
         )
         self._client = InProcessClient(self._parts, tell_waits_after_s=_LONG_WAIT_S)
         self._info = EngineInfo.of(self._parts)
@@ -112,7 +113,8 @@ class EngineServer:
             self._deliver(events)
             self._ask_for_slabs()
             if not events and self._parts.engine.is_stalled:
-                self._endpoint.wait(_STALL_WAIT_S)
+                self._endpoint.wait(_STALL_WAIT_S, self._bell)
+                self._bell.hush()
         self._endpoint.flush()
 
     def _handle(self, peer: Peer, data: bytes) -> None:
@@ -135,6 +137,20 @@ class EngineServer:
                         self._client.remove_adapter(message.uid)
             case m.Fetched():
                 self._store.arrived(message.uid, message.slab, message.failure)
+
+    def _make_store(self, config: EngineConfig, geometry: PageGeometry, dtype: torch.dtype) -> SlabStore:
+        """A host tier whose work with drivers and disks is done on threads of its own, beside the steps."""
+        is_gpu = config.device != "cpu"
+        return SlabStore(
+            geometry,
+            dtype,
+            config.adapter_host_memory_bytes,
+            self._want,
+            on_arrival=self._bell.ring,
+            disk=disk_tier(config, geometry, dtype),
+            prepare=pin if is_gpu else None,
+            executor=image_thread("adapter-pin", config) if is_gpu else None,
+        )
 
     @property
     def _store(self) -> SlabStore:
@@ -177,7 +193,9 @@ class EngineServer:
             self._send(peer, m.Done(message.call))
 
     def _want(self, uid: AdapterUid, source: str) -> None:
+        """Called from any thread: an image that lies on disk may turn out to be damaged."""
         self._wanted.append(m.Fetch(uid, source))
+        self._bell.ring()
 
     def _ask_for_slabs(self) -> None:
         """Without a publisher what is wanted waits for the next one."""
@@ -211,6 +229,7 @@ class EngineServer:
         self._endpoint.flush()
         self._client.close()
         self._endpoint.close()
+        self._bell.close()
 
     def _send(self, peer: Peer, message: m.Message) -> None:
         self._endpoint.send(peer, m.encode(message))
@@ -237,5 +256,5 @@ def run_engine(parent: Parent) -> int:
             raise
         return 1
     signal.signal(signal.SIGTERM, lambda number, frame: server.stop())
-    parent.started()
+    parent.started(server.parts.rates.note)
     return 0 if server.run() is None else 1

@@ -31,17 +31,21 @@ class PageAllocator:
 
     Invariant: every page is free or has exactly one owner, and free + used = total (`check`).
     The page freed last is handed out first: its memory is the likeliest to be in a cache.
+
+    Args:
+        first_page: the pages are those from here on.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        self._owner: list[PageOwner | None] = [None] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+    def __init__(self, num_pages: int, *, first_page: int = 0) -> None:
+        self._first_page = first_page
+        self._owner: list[PageOwner | None] = [None] * (first_page + num_pages)  # by page; those below are never owned
+        self._free = list(range(first_page + num_pages - 1, first_page - 1, -1))
         self._used: Counter[OwnerKind] = Counter()
         self._peak: Counter[OwnerKind] = Counter()
 
     @property
     def num_pages(self) -> int:
-        return len(self._owner)
+        return len(self._owner) - self._first_page
 
     @property
     def num_free_pages(self) -> int:
