@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import logging
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -15,6 +18,7 @@ import httpx
 import pytest
 
 from interleaf.server.auth import ApiKeys
+from interleaf.server.open_files import connections_at_most, raise_limit
 from tests.support.served import FakeEngine, error_of, serving
 
 WAIT_S = 20.0
@@ -25,10 +29,19 @@ CHUNKED = b"Transfer-Encoding: chunked"
 KEY = "a-key-of-more-than-16-characters"
 
 
+SIZES = {"max_body_bytes": MAX_BODY, "max_header_bytes": MAX_HEADER}
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    limits = {"max_body_bytes": MAX_BODY, "max_header_bytes": MAX_HEADER, "header_timeout": 0.5, "body_timeout": 0.5}
-    with serving(FakeEngine, **limits) as (url, _):
+    with serving(FakeEngine, **SIZES) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def hasty_url() -> Iterator[str]:
+    """For those that are too slow. On a busy machine anybody may be."""
+    with serving(FakeEngine, header_timeout=0.5, body_timeout=0.5, **SIZES) as (url, _):
         yield url
 
 
@@ -159,14 +172,20 @@ def test_there_are_at_least_thirty() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_request_gets_a_clear_answer_and_the_next_client_notices_nothing(url: str, name: str) -> None:
-    answer = send(url, *HOSTILE[name].parts())
+def test_a_hostile_request_gets_a_clear_answer_and_the_next_client_notices_nothing(
+    url: str, hasty_url: str, name: str
+) -> None:
+    is_slow = 408 in HOSTILE[name].statuses
+    asked = hasty_url if is_slow else url
+    answer = send(asked, *HOSTILE[name].parts())
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     assert status in HOSTILE[name].statuses, answer[:500]
     error_of(httpx.Response(status, content=body))
     assert len(body) < 5000, "an answer does not repeat what was sent"
-    good = httpx.post(url + "/v1/completions", json=GOOD, timeout=WAIT_S)
+    good = httpx.post(asked + "/v1/completions", json=GOOD, timeout=WAIT_S)
+    while is_slow and good.status_code == 408:
+        good = httpx.post(asked + "/v1/completions", json=GOOD, timeout=WAIT_S)
     assert good.status_code == 200, good.text
 
 
@@ -218,9 +237,59 @@ def test_connections_over_the_limit_are_told_so_and_served_once_others_have_gone
         with httpx.Client(base_url=url) as first, httpx.Client(base_url=url) as second:
             assert first.get("/health").status_code == 200
             assert second.get("/health").status_code == 200
-            third = send(url, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            third = send(url, completion())
             assert third.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 1" in third.lower()
+            error_of(httpx.Response(503, content=third.partition(b"\r\n\r\n")[2]))
+        while httpx.post(url + "/v1/completions", json=GOOD).status_code == 503:
+            pass
+
+
+def test_while_the_queue_is_full_nothing_is_parsed() -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def holding() -> FakeEngine:
+        loops.append(asyncio.get_running_loop())
+        engine = FakeEngine()
+        engine.held.clear()
+        return engine
+
+    with serving(holding, max_waiting=1) as (url, engine):
+        assert isinstance(engine, FakeEngine)
+        places = engine.info.max_num_seqs + 1
+        body = {"model": "base", "prompt": [[1, 2]] * places, "max_tokens": 3}
+        with ThreadPoolExecutor(1) as pool:
+            filling = pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=WAIT_S)
+            while engine.num_running < places:
+                assert not filling.done()
+            for refused in (raw('{"model": "base", '), completion(), post(b"{", path=b"/v1/chat/completions")):
+                answer = send(url, refused)
+                assert answer.startswith(b"HTTP/1.1 429 ")
+                assert b"retry-after: 1" in answer.lower()
+            assert send(url, raw("{").replace(b"/v1/completions", b"/tokenize")).startswith(b"HTTP/1.1 400 ")
+            engine.die("it has been held for long enough")
+            loops[0].call_soon_threadsafe(engine.held.set)
+            assert filling.result().status_code == 503
+
+
+def test_over_the_limit_of_connections_one_can_still_ask_whether_the_server_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("interleaf.server.protocol.connections_at_most", lambda max_connections: 4)
+    with serving(FakeEngine, max_connections=2) as (url, _), ExitStack() as others:
+        for _ in range(2):
+            client = others.enter_context(httpx.Client(base_url=url))
+            assert client.get("/health").status_code == 200
+        for path in ("/health", "/metrics"):
+            answer = httpx.get(url + path)
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert httpx.get(url + "/version").status_code == 503
+        address = urlsplit(url)
+        idle = [closing(socket.create_connection((address.hostname, address.port), WAIT_S)) for _ in range(2)]
+        silent = [others.enter_context(each) for each in idle]
+        refused = send(url)
+        assert refused.startswith(b"HTTP/1.1 503 "), "too many even to be heard"
+        silent.pop().close()
         while httpx.get(url + "/health").status_code == 503:
             pass
 
@@ -292,3 +361,40 @@ def test_only_web_pages_of_allowed_origins_may_call() -> None:
     with serving(FakeEngine) as (url, _):
         answer = httpx.get(url + "/health", headers={"Origin": "https://chat.example"})
         assert "access-control-allow-origin" not in answer.headers
+
+
+# --- open files -------------------------------------------------------------------------------------------------------
+
+
+def test_the_limit_of_open_files_is_raised_and_said_and_too_low_a_one_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [1000, 30_000]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.__setitem__(slice(None), new))
+    caplog.set_level(logging.INFO, logger="interleaf")
+    raise_limit(max_connections=1024)
+    assert limits == [30_000, 30_000]
+    assert connections_at_most(1024) == 1024 + 16384
+    assert connections_at_most(20_000) == connections_at_most(10**6) == 30_000 - 256
+    raise_limit(max_connections=40_000)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("INFO", "limit of open files raised from 1000 to 30000"),
+        ("WARNING", "max_connections=40000 needs 40256 open files, 30000 are allowed (ulimit -n): connections over "
+         "29744 are refused"),
+    ]  # fmt: skip
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised_is_no_reason_not_to_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(which: int, new: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (200, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    caplog.set_level(logging.INFO, logger="interleaf")
+    raise_limit(max_connections=100)
+    assert "cannot be raised" in caplog.records[0].getMessage()
+    assert connections_at_most(100) == 1

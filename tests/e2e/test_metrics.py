@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -18,12 +20,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from interleaf.core import Event, RequestWaiting, SamplingParams
 from interleaf.scheduler.sequence import WaitReason
 from interleaf.server.histogram import Histogram
-from interleaf.server.labels import AdapterCounts, AdapterLabels
+from interleaf.server.label_table import LabelTable
+from interleaf.server.labels import AdapterCounts, AdapterLabels, add_up
+from interleaf.server.last_stats import LastStats
 from interleaf.server.logs import ConsoleFormatter, JsonFormatter, configure_logging, log_fields
 from interleaf.server.metrics import Metrics
 from interleaf.server.observed import ObservedEngine
 from interleaf.server.totals import Totals
+from interleaf.stats import EngineStats
 from tests.support.asynchronous import asynchronous
+from tests.support.null_engine import LOADED
 from tests.support.served import STATS, FakeEngine, serving, tiny_engine
 from tests.support.tiny_models import make_model, save_model
 
@@ -85,6 +91,13 @@ def test_requests_are_counted_by_end_tokens_and_adapter() -> None:
         assert value(samples, "adapter_queue_time_seconds_count", adapter="a") == 3
         assert value(samples, "adapter_queue_time_seconds_sum", adapter="a") == 0.75 + 2 * 0.5
         assert value(samples, "adapter_queue_time_seconds_count", adapter="b") == 2, "sequences"
+        for name, labels, seconds in (("request", {}, 6 * 0.5), ("adapter", {"adapter": "a"}, 3 * 0.5)):
+            waited = f"{name}_queue_time_by_reason_seconds_total"
+            assert value(samples, waited, reason="seats", **labels) == seconds, "sequences"
+            loads = 1 if labels else 2 + 1
+            assert value(samples, waited, reason="adapter is copied to the pool", **labels) == loads * 0.25
+        assert value(samples, "request_queue_time_by_reason_seconds_total", reason="pages") == 0
+        assert value(samples, "request_preempted_time_seconds_total", reason="pages") == 0
         assert value(samples, "adapter_time_to_first_token_seconds_count", adapter="b") == 1, "requests"
         assert value(samples, "adapter_time_to_first_token_seconds_sum", adapter="a") > 0
         assert value(samples, "adapter_lookups_total", adapter="a", found="miss") == 1
@@ -126,11 +139,60 @@ def test_what_the_engine_counts_is_shown_and_its_death_too() -> None:
         assert value(samples, "adapter_loads_total") == STATS.adapter_loads
         assert value(samples, "adapter_evictions_total") == STATS.adapter_evictions
         assert value(samples, "num_preemptions_total") == STATS.preemptions
+        ways = ("kept", "swapped", "recomputed")
+        assert [value(samples, "preempted_resumed_total", how=how) for how in ways] == [21, 22, 23]
+        assert value(samples, "recomputed_tokens_total") == STATS.recomputed_tokens
+        assert [value(samples, "swapped_pages_total", direction=way) for way in ("out", "in")] == [25, 26]
+        assert [value(samples, "swap_pages", state=state) for state in ("used", "free")] == [27, 13]
         engine.die("out of luck")  # type: ignore[attr-defined]
         assert httpx.get(url + "/health").status_code == 503
         samples = scrape(url)
         assert value(samples, "engine_up") == 0
         assert not any(name == "interleaf:num_requests_running" for name, _ in samples)
+
+
+class HungEngine(FakeEngine):
+    """Answers nothing about itself while it is not let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stepping = threading.Event()
+        self.num_asked = 0
+
+    async def stats(self) -> EngineStats:
+        self.num_asked += 1
+        while self.is_stepping.is_set():
+            await asyncio.sleep(0.005)
+        return await super().stats()
+
+
+def test_while_a_step_hangs_the_page_has_the_last_snapshot_and_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("interleaf.server.operation.LastStats", lambda engine: LastStats(engine, limit_s=0.05))
+    with serving(HungEngine) as (url, engine):
+        assert isinstance(engine, HungEngine)
+        engine.is_stepping.set()
+        samples = scrape(url)
+        assert value(samples, "engine_up") == 1
+        assert value(samples, "engine_stats_age_seconds") > 0
+        assert not any(name == "interleaf:num_requests_running" for name, _ in samples), "it was never known"
+        engine.is_stepping.clear()
+        while ("interleaf:num_requests_running", frozenset()) not in scrape(url):
+            pass
+        engine.is_stepping.set()
+        assert complete(url, max_tokens=3).status_code == 200
+        asked = engine.num_asked
+        ages = []
+        for _ in range(3):
+            samples = scrape(url)
+            ages.append(value(samples, "engine_stats_age_seconds"))
+            assert value(samples, "num_requests_running") == STATS.running_sequences
+            assert value(samples, "generation_tokens_total") == 3, "what is counted here is as new as ever"
+        assert ages == sorted(set(ages)), "it grows"
+        assert ages[0] > 0.04
+        assert engine.num_asked <= asked + 1, "asked again though it has not answered"
+        engine.die("out of luck")
+        engine.is_stepping.clear()
+        assert value(scrape(url), "engine_up") == 0
 
 
 def test_a_client_that_leaves_is_an_abort_and_a_failed_request_an_error() -> None:
@@ -150,7 +212,7 @@ def test_a_client_that_leaves_is_an_abort_and_a_failed_request_an_error() -> Non
 
 @asynchronous
 async def test_a_reader_that_leaves_by_itself_has_found_a_stop_string_and_one_that_is_cancelled_has_not() -> None:
-    metrics = Metrics("base", 5)
+    metrics = Metrics("base", LabelTable(5))
     engine = ObservedEngine(FakeEngine(), metrics)
 
     async def read(count: int) -> None:
@@ -197,16 +259,57 @@ def test_with_a_real_engine_pages_and_adapters_add_up(tmp_path: Path) -> None:
         assert value(samples, "adapter_lookups_total", adapter="a", found="miss") == 1
         assert value(samples, "adapter_lookups_total", adapter="a", found="hit") == 2
         assert value(samples, "adapter_load_seconds_count") == 1
+        waited_s = value(samples, "adapter_queue_time_seconds_sum", adapter="a")
+        assert waited_s == pytest.approx(waited_for(samples, adapter="a"), abs=1e-6)
+        assert value(samples, "adapter_queue_time_by_reason_seconds_total", adapter="a", reason=LOADED) > 0
         load_s = value(samples, "adapter_used_load_seconds_sum", adapter="a")
         assert 0 < load_s == value(samples, "adapter_load_seconds_sum")
         assert load_s <= value(samples, "adapter_queue_time_seconds_sum", adapter="a")
+
+
+def waited_for(samples: Samples, adapter: str) -> float:
+    """The sum over all reasons."""
+    name = "interleaf:adapter_queue_time_by_reason_seconds_total"
+    return sum(number for (each, labels), number in samples.items() if each == name and ("adapter", adapter) in labels)
+
+
+@asynchronous
+async def test_what_a_client_has_waited_for_that_left_without_an_answer_is_counted(tmp_path: Path) -> None:
+    model = save_model(make_model("llama3"), tmp_path / "model")
+    metrics = Metrics("base", LabelTable(5))
+    inner = tiny_engine(model, memory="4MiB", page_tokens=4, max_num_seqs=1, max_batch_tokens=64)
+    engine = ObservedEngine(inner, metrics)
+
+    async def sit(max_tokens: int) -> None:
+        async for _ in engine.generate([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True), "a"):
+            pass
+
+    try:
+        await inner.load_adapter("a", "dummy:r=4,targets=all,seed=1")
+        has_waited = False
+        while not has_waited:
+            sitting = asyncio.create_task(sit(200))
+            leaving = asyncio.create_task(sit(2))
+            while not leaving.done() and not has_waited:
+                has_waited = (await engine.stats()).waiting_by_reason == {"seats": 1}
+            leaving.cancel()
+            await asyncio.gather(sitting, leaving, return_exceptions=True)
+        while not metrics.finished["abort"]:
+            await asyncio.sleep(0.01)
+        (counts,) = (counts for _, counts in metrics.adapters.items())
+        assert counts.requests == metrics.finished["abort"] + metrics.finished["length"], "it was counted, too"
+        assert sum(counts.waits.values()) > counts.queue_s + 1e-6, "what those have waited that had no seat"
+        assert counts.waits["seats"] > 0
+        assert metrics.waits == counts.waits
+    finally:
+        await engine.close()
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
 
 
 def test_adapters_beyond_the_cap_share_a_label_and_no_counter_ever_falls() -> None:
-    labels = AdapterLabels(3)
+    labels = AdapterLabels(LabelTable(3))
     seen: dict[str, int] = {}
     total = 0
     # Ten adapters; "a9" comes late and is by far the busiest.
@@ -223,10 +326,10 @@ def test_adapters_beyond_the_cap_share_a_label_and_no_counter_ever_falls() -> No
 
 
 def test_with_a_cap_of_nothing_all_adapters_are_other_and_so_is_one_of_that_name() -> None:
-    none = AdapterLabels(0)
+    none = AdapterLabels(LabelTable(0))
     none.add("a", AdapterCounts(1))
     assert [label for label, _ in none.items()] == ["other"]
-    one = AdapterLabels(1)
+    one = AdapterLabels(LabelTable(1))
     one.add("other", AdapterCounts(1))
     one.add("a", AdapterCounts(1))
     assert [(label, counts.requests) for label, counts in one.items()] == [("a", 1), ("other", 1)]
@@ -243,7 +346,7 @@ def test_a_histograms_buckets_are_cumulative_and_its_bounds_inclusive() -> None:
 
 
 def test_labels_of_strangers_are_escaped() -> None:
-    metrics = Metrics('ba"se\n', 5)
+    metrics = Metrics('ba"se\n', LabelTable(5))
     page = metrics.exposition(None).decode()
     assert 'model_name="ba\\"se\\n"' in page
     list(text_string_to_metric_families(page))
@@ -344,14 +447,16 @@ def test_the_log_is_configured_once_for_everybody(capsys: pytest.CaptureFixture[
 # ---------------------------------------------------------------- several API processes
 
 
-def counting(requests: int, adapter: str = "a") -> Metrics:
-    metrics = Metrics("base", 5)
+def counting(requests: int, adapter: str = "a", table: LabelTable | None = None) -> Metrics:
+    metrics = Metrics("base", table or LabelTable(5))
     metrics.finished["stop"] += requests
     metrics.responses["200"] += requests
     metrics.prompt_tokens += 10 * requests
     for _ in range(requests):
         metrics.first_token_s.observe(0.1)
-        metrics.adapters.add(adapter, AdapterCounts(1, 10, 3))
+        metrics.adapters.add(adapter, AdapterCounts(1, 10, 3, waits={"seats": 0.5}, waits_again={"pages": 0.25}))
+        add_up(metrics.waits, {"seats": 0.5})
+        add_up(metrics.waits_again, {"pages": 0.25})
     return metrics
 
 
@@ -363,28 +468,94 @@ def sums(totals: Totals) -> tuple[float, ...]:
         value(samples, "prompt_tokens_total"),
         value(samples, "time_to_first_token_seconds_bucket", le="0.15"),
         value(samples, "adapter_generation_tokens_total", adapter="a"),
+        2 * value(samples, "request_queue_time_by_reason_seconds_total", reason="seats"),
+        2 * value(samples, "adapter_queue_time_by_reason_seconds_total", adapter="a", reason="seats"),
+        4 * value(samples, "request_preempted_time_seconds_total", reason="pages"),
+        4 * value(samples, "adapter_preempted_time_seconds_total", adapter="a", reason="pages"),
     )
 
 
 def test_whichever_process_answers_tells_what_all_have_counted(tmp_path: Path) -> None:
-    first = Totals(counting(3), "base", 5, tmp_path / "api-1.counts")
-    second = Totals(counting(4), "base", 5, tmp_path / "api-2.counts")
-    assert sums(first) == (3, 3, 30, 3, 9), "the other one has written nothing yet"
-    assert sums(second) == sums(first) == (7, 7, 70, 7, 21)
+    table = LabelTable(5, tmp_path / "labels")
+    first = Totals(counting(3, table=table), "base", tmp_path / "api-1.counts")
+    second = Totals(counting(4, table=table), "base", tmp_path / "api-2.counts")
+    assert sums(first) == (3, 3, 30, 3, 9, 3, 3, 3, 3), "the other one has written nothing yet"
+    assert sums(second) == sums(first) == (7, 7, 70, 7, 21, 7, 7, 7, 7)
     second.sum().prompt_tokens += 1000
-    assert sums(second) == (7, 7, 70, 7, 21), "a sum is not what is counted on"
+    assert sums(second) == (7, 7, 70, 7, 21, 7, 7, 7, 7), "a sum is not what is counted on"
 
 
 def test_a_process_counts_on_from_where_the_one_before_it_was_seen_last(tmp_path: Path) -> None:
-    dies = Totals(counting(3), "base", 5, tmp_path / "api-1.counts")
+    table = LabelTable(5, tmp_path / "labels")
+    dies = Totals(counting(3, table=table), "base", tmp_path / "api-1.counts")
     told = sums(dies)
-    assert sums(Totals(Metrics("base", 5), "base", 5, tmp_path / "api-1.counts")) == told
-    assert sums(Totals(counting(2), "base", 5, tmp_path / "api-1.counts")) == (5, 5, 50, 5, 15)
+    assert sums(Totals(Metrics("base", table), "base", tmp_path / "api-1.counts")) == told
+    assert sums(Totals(counting(2, table=table), "base", tmp_path / "api-1.counts")) == (5, 5, 50, 5, 15, 5, 5, 5, 5)
 
 
-def test_a_label_of_one_process_is_a_label_of_the_sum(tmp_path: Path) -> None:
-    one = Totals(counting(1, "a"), "base", 1, tmp_path / "api-1.counts")
-    two = Totals(counting(1, "b"), "base", 1, tmp_path / "api-2.counts")
-    one.write()
-    samples = samples_of(two.sum().exposition(None).decode())
-    assert [value(samples, "adapter_requests_total", adapter=name) for name in "ab"] == [1, 1]
+def of_processes(folder: Path, capacity: int, count: int) -> list[tuple[AdapterLabels, Totals]]:
+    made = []
+    for number in range(count):
+        metrics = Metrics("base", LabelTable(capacity, folder / "labels"))
+        made.append((metrics.adapters, Totals(metrics, "base", folder / f"api-{number}.counts")))
+    return made
+
+
+def adapters_shown(totals: Totals) -> dict[str, float]:
+    samples = samples_of(totals.sum().exposition(None).decode())
+    return {
+        dict(labels)["adapter"]: number
+        for (name, labels), number in samples.items()
+        if name == "interleaf:adapter_requests_total"
+    }
+
+
+def test_a_label_that_one_process_has_given_is_one_for_all(tmp_path: Path) -> None:
+    (first, totals), (second, others) = of_processes(tmp_path, 1, 2)
+    first.add("a", AdapterCounts(1))
+    second.add("b", AdapterCounts(1))
+    second.add("a", AdapterCounts(1))
+    totals.write()
+    others.write()
+    assert adapters_shown(totals) == adapters_shown(others) == {"a": 2, "other": 1}
+
+
+def test_all_processes_together_show_no_more_labels_than_the_cap_and_no_counter_ever_falls(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    processes = of_processes(tmp_path, 5, 4)
+    ever: dict[str, float] = {}
+    total = changes = 0
+    last: set[str] = set()
+    for step in range(1500):
+        # Busy adapters change as time goes on, and each process has some that the others have not.
+        number = rng.randrange(4)
+        busy = f"a{step // 100 % 15}" if rng.random() < 0.7 else f"a{number}-{rng.randrange(9)}"
+        processes[number][0].add(busy, AdapterCounts(1))
+        total += 1
+        if rng.random() < 0.02:  # one dies and another takes its place
+            for _, totals in processes:
+                totals.write()
+            metrics = Metrics("base", LabelTable(5, tmp_path / "labels"))
+            processes[number] = metrics.adapters, Totals(metrics, "base", tmp_path / f"api-{number}.counts")
+        if step % 10 == 0:
+            for _, totals in processes:
+                totals.write()
+            shown = adapters_shown(processes[rng.randrange(4)][1])
+            assert len(shown.keys() - {"other"}) <= 5
+            assert all(number >= ever.get(label, 0) for label, number in shown.items())
+            ever |= shown
+            changes += shown.keys() != last
+            last = set(shown)
+    assert changes > 5, "no label ever changed hands"
+    for _, totals in processes:
+        totals.write()
+    kept = [counts for labels, _ in processes for counts in labels.all_counts().values()]
+    assert sum(counts.requests for counts in kept) == total
+
+
+def test_a_table_that_cannot_be_written_costs_labels_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "in-the-way.new" / "x").mkdir(parents=True)
+    for file in (tmp_path / "missing" / "labels", tmp_path / "in-the-way"):
+        labels = AdapterLabels(LabelTable(5, file))
+        labels.add("a", AdapterCounts(1))
+        assert [label for label, _ in labels.items()] == ["other"]

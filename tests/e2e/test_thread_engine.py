@@ -140,7 +140,10 @@ def test_a_request_that_ends_before_anything_else_happens_is_told_of_and_lets_go
         client.abort(request_id)
         client.remove_adapter("a0")
         assert client.has_work
-        assert client.poll() == [RequestAborted(request_id)]
+        (event,) = client.poll()
+        assert isinstance(event, RequestAborted)
+        assert event.request_id == request_id
+        assert event.waits is not None, "it has waited till then"
         assert not client.has_work
         assert client.stats().registered_adapters == 0
         assert len(client._parts.store) == 0

@@ -18,10 +18,11 @@ from interleaf.core import (
     TokenEvent,
     TokenLogprobs,
 )
-from interleaf.engine.serving import EngineInfo
+from interleaf.engine.serving import EngineInfo, OnLeft
 from interleaf.errors import AdapterNotFound, EngineDead
 from interleaf.stats import EngineStats
 
+LOADED = "adapter is copied to the pool"
 Answer = Callable[[Sequence[int], int], Sequence[int]]
 """Output tokens from a prompt and the sequence's index; as many as max_tokens are used, from the beginning again."""
 
@@ -70,6 +71,9 @@ class NullEngine:
     def adapters(self) -> tuple[str, ...]:
         return self._adapters
 
+    def has_adapter(self, name: str) -> bool:
+        return name in self.adapters()
+
     def die(self, reason: str) -> None:
         """Fail every request now and refuse those that come."""
         self._failure = reason
@@ -80,6 +84,7 @@ class NullEngine:
         params: SamplingParams,
         adapter: str | None,
         cache_salt: str | None = None,
+        on_left: OnLeft | None = None,
     ) -> AsyncIterator[list[Event]]:
         if self._failure is not None:
             raise EngineDead(self._failure)
@@ -115,13 +120,14 @@ class NullEngine:
 
     def _start(self, prompt_tokens: int, adapter: str | None) -> SequenceStart:
         """Made up: half a second in the queue, and a quarter more to load an adapter that comes for the first time."""
+        seats = {"seats": 0.5}
         num_cached = prompt_tokens - 1 if self._info.prefix_cache else 0
         if adapter is None:
-            return SequenceStart(0.5, num_cached)
+            return SequenceStart(0.5, num_cached, waits=seats)
         if adapter in self._used:
-            return SequenceStart(0.5, num_cached, AdapterFound.HIT)
+            return SequenceStart(0.5, num_cached, AdapterFound.HIT, waits=seats)
         self._used.add(adapter)
-        return SequenceStart(0.75, num_cached, AdapterFound.MISS, 0.25)
+        return SequenceStart(0.75, num_cached, AdapterFound.MISS, 0.25, seats | {LOADED: 0.25})
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))

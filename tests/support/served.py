@@ -20,8 +20,8 @@ from interleaf.server.api import http_server, run_server
 from interleaf.server.start import bind, url_of
 from interleaf.stats import LOAD_BOUNDS_S, EngineStats, PoolStats
 from tests.support.null_engine import NullEngine
+from tests.support.waiting import WAIT_S
 
-START_S = 60.0
 STATS = EngineStats(
     pool=PoolStats(100, 43, 30, 20, 40, 25, 4096, prefix_pages=7, peak_prefix_pages=17),
     resident_adapters=2,
@@ -46,6 +46,21 @@ STATS = EngineStats(
     load_counts=(*[0] * (len(LOAD_BOUNDS_S) - 1), 5, 3),
     load_s=1000.0,
     adapter_pages={"a": 12, "b": 5, "c": 3},
+    resumed_kept=21,
+    resumed_swapped=22,
+    resumed_recomputed=23,
+    recomputed_tokens=24,
+    swap_out_pages=25,
+    swap_in_pages=26,
+    swap_slots=40,
+    swap_used_slots=27,
+    adapter_disk_bytes=20,
+    adapter_disk_files=21,
+    adapter_disk_hits=22,
+    adapter_disk_writes=23,
+    adapter_disk_errors=24,
+    copy_rate=25.0,
+    prefill_rate=26.0,
 )
 
 
@@ -68,6 +83,9 @@ class FakeEngine(NullEngine):
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self.sources)
+
+    def has_adapter(self, name: str) -> bool:
+        return name in self.adapters()
 
     async def load_adapter(self, name: str, source: str) -> AdapterUid:
         self.num_loading += 1
@@ -136,18 +154,18 @@ def serving(
     thread = threading.Thread(target=run, name="server")
     thread.start()
     try:
-        assert ready.wait(START_S), "the server did not start"
+        assert ready.wait(WAIT_S), "the server did not start"
         if failure:
             raise failure[0]
         engine, server = kept
         yield url_of(listener), engine  # type: ignore[misc]
         server.should_exit = True  # type: ignore[attr-defined]
-        thread.join(START_S)
+        thread.join(WAIT_S)
         assert not thread.is_alive(), "the server did not stop"
     finally:
         for server in kept[1:]:
             server.should_exit = server.force_exit = True  # type: ignore[attr-defined]
-        thread.join(START_S)
+        thread.join(WAIT_S)
         listener.close()
     if failure:
         raise failure[0]

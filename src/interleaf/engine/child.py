@@ -9,6 +9,7 @@ parent                              child
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from interleaf.errors import InterleafError
 
 _PR_SET_PDEATHSIG = 1
 _LENGTH_BYTES = 4
+
+logger = logging.getLogger(__name__)
 _REPORTS = msgspec.msgpack.Decoder(Report)
 
 
@@ -64,6 +67,8 @@ class Child:
         while True:
             report = self._read()
             if isinstance(report, Started):
+                if report.note:
+                    logger.info("%s: %s", self.name, report.note)
                 return
             if isinstance(report, Progress):
                 progress(report.what, report.done, report.total)
@@ -116,9 +121,9 @@ class Parent:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=self._watch, args=(on_death,), name="parent-watch", daemon=True).start()
 
-    def started(self) -> None:
-        """This process is ready."""
-        self._report(Started())
+    def started(self, note: str = "") -> None:
+        """This process is ready. The note becomes a line of the parent's log."""
+        self._report(Started(note))
 
     def failed(self, error: BaseException) -> None:
         """This process cannot start."""

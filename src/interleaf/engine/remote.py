@@ -21,7 +21,7 @@ from interleaf.core import AdapterUid, Event, RequestFailed, SamplingParams
 from interleaf.engine import messages as m
 from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, AsyncLink
 from interleaf.engine.client import check_request
-from interleaf.engine.serving import EngineInfo, Inbox
+from interleaf.engine.serving import EngineInfo, Inbox, OnLeft
 from interleaf.errors import AdapterNotFound, AdaptersUnavailable, EngineDead, InterleafError, RequestRejected
 from interleaf.stats import EngineStats
 
@@ -92,12 +92,17 @@ class RemoteEngine:
         """Names that `generate` accepts."""
         return tuple(self._names)
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether `generate` accepts a name."""
+        return name in self._names
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         adapter: str | None,
         cache_salt: str | None = None,
+        on_left: OnLeft | None = None,
     ) -> AsyncIterator[list[Event]]:
         """See AsyncEngine."""
         check_request(prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len)
@@ -113,7 +118,8 @@ class RemoteEngine:
             while not inbox.ended:
                 yield await inbox.take()
         finally:
-            self._leave(inbox)
+            if not inbox.ended:
+                self._leave(inbox, on_left)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """See AsyncEngine."""
@@ -175,10 +181,11 @@ class RemoteEngine:
         self._inboxes[inbox.request_id] = inbox
         return inbox
 
-    def _leave(self, inbox: Inbox) -> None:
-        """Nobody reads a request any more."""
+    def _leave(self, inbox: Inbox, on_left: OnLeft | None) -> None:
+        """Nobody reads a request any more. It is kept until the engine says how it ended."""
         assert inbox.request_id is not None
-        if self._inboxes.pop(inbox.request_id, None) is not None and self._engine is not None:
+        inbox.leave(on_left)
+        if inbox.request_id in self._inboxes and self._engine is not None:
             self._engine.send(m.encode(m.Abort(inbox.request_id, None)))
 
     def _require_alive(self) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # it imports torch, and API processes have none
 
 T = TypeVar("T")
 
+OnLeft = Callable[[Event], None]
+"""Hears what is still said of a request that nobody reads any more: at last, how it ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -62,7 +65,10 @@ class AsyncEngine(Protocol):
         """Whether requests can be served."""
 
     def adapters(self) -> tuple[str, ...]:
-        """Names that `generate` accepts, in the order they were registered."""
+        """Names that `generate` accepts."""
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether `generate` accepts a name, however many there are."""
 
     def generate(
         self,
@@ -70,11 +76,13 @@ class AsyncEngine(Protocol):
         params: SamplingParams,
         adapter: str | None,
         cache_salt: str | None = None,
+        on_left: OnLeft | None = None,
     ) -> AsyncIterator[list[Event]]:
         """Events of one request as they come, several at a time under backlog; the last one is terminal.
 
         Args:
             cache_salt: only requests of the same salt share cached prefixes.
+            on_left: called with what comes when the reader has left, and with what has come and was not read.
 
         Leaving the iterator early (`aclose`, cancellation) ends the request.
         Raises, before the first events: RequestRejected, AdapterNotFound, EngineDead.
@@ -128,8 +136,12 @@ class ThreadEngine:
         return self._failure is None and not self._closing.is_set() and self._client.is_alive
 
     def adapters(self) -> tuple[str, ...]:
-        """Names that `generate` accepts."""
+        """See AsyncEngine."""
         return self._client.adapters()
+
+    def has_adapter(self, name: str) -> bool:
+        """See AsyncEngine."""
+        return self._client.has_adapter(name)
 
     async def generate(
         self,
@@ -137,6 +149,7 @@ class ThreadEngine:
         params: SamplingParams,
         adapter: str | None,
         cache_salt: str | None = None,
+        on_left: OnLeft | None = None,
     ) -> AsyncIterator[list[Event]]:
         """See AsyncEngine."""
         inbox = Inbox()
@@ -146,6 +159,7 @@ class ThreadEngine:
                 yield await inbox.take()
         finally:
             if not inbox.ended:
+                inbox.leave(on_left)
                 self._post(lambda: self._abandon(inbox))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -203,7 +217,7 @@ class ThreadEngine:
 
     def _abandon(self, inbox: Inbox) -> None:
         """Nobody reads a request any more. One that was refused, or has ended meanwhile, needs nothing."""
-        if inbox.request_id is not None and self._inboxes.pop(inbox.request_id, None) is not None:
+        if inbox.request_id is not None and inbox.request_id in self._inboxes:
             self._client.abort(inbox.request_id)
 
     def _run(self) -> None:
@@ -278,21 +292,38 @@ class Inbox:
     Attributes:
         request_id: None until the request was accepted.
         ended: the reader has taken the terminal event, or the refusal.
+        has_left: there is no reader any more.
     """
 
-    __slots__ = ("_events", "_ready", "_refusal", "ended", "request_id")
+    __slots__ = ("_events", "_on_left", "_ready", "_refusal", "ended", "has_left", "request_id")
 
     def __init__(self, request_id: str | None = None) -> None:
         self._events: list[Event] = []
         self._refusal: Exception | None = None
         self._ready = asyncio.Event()
+        self._on_left: OnLeft | None = None
         self.request_id = request_id
         self.ended = False
+        self.has_left = False
 
     def put(self, events: Sequence[Event]) -> None:
         """Events that have come, in order."""
+        if self.has_left:
+            self._hear(events)
+            return
         self._events.extend(events)
         self._ready.set()
+
+    def leave(self, on_left: OnLeft | None) -> None:
+        """Nobody takes anything any more: what is here, and what comes, is told to `on_left`."""
+        self.has_left, self._on_left = True, on_left
+        events, self._events = self._events, []
+        self._hear(events)
+
+    def _hear(self, events: Sequence[Event]) -> None:
+        if self._on_left is not None:
+            for event in events:
+                self._on_left(event)
 
     def refuse(self, error: Exception) -> None:
         """The request was not accepted: `take` raises this."""

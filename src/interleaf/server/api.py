@@ -15,9 +15,11 @@ import uvicorn
 
 from interleaf.config import ServerConfig
 from interleaf.engine.serving import AsyncEngine
+from interleaf.engine.supervisor import BACKLOG
 from interleaf.engine.tokenizer import Tokenizer, load_tokenizer
 from interleaf.engine.worker import Connect
 from interleaf.server.app import create_app
+from interleaf.server.label_table import LabelTable
 from interleaf.server.logs import configure_logging
 from interleaf.server.metrics import Metrics
 from interleaf.server.observed import ObservedEngine
@@ -36,8 +38,8 @@ def http_server(
 
     Raises: ConfigError: an adapter root is no folder.
     """
-    metrics = Metrics(config.name, config.metrics_adapters)
-    totals = Totals(metrics, config.name, config.metrics_adapters, counts)
+    metrics = Metrics(config.name, LabelTable(config.metrics_adapters, counts and counts.with_name("labels")))
+    totals = Totals(metrics, config.name, counts)
     app = create_app(ObservedEngine(engine, metrics), tokenizer, config, [operation(config, metrics, totals)])
     return _Server(uvicorn_config(app, config), totals)
 
@@ -88,6 +90,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, totals: Totals) -> None:
         super().__init__(config)
         self._totals = totals
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn, whose backlog is both: what the kernel keeps, and what is accepted at a time."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""

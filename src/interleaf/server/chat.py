@@ -19,6 +19,7 @@ from interleaf.server.schemas import MAX_LOGPROBS, ChatBody, ChatFields, Message
 from interleaf.server.state import Serving, require_model, serving_of
 from interleaf.server.streaming import answer
 from interleaf.server.text import tokenised
+from interleaf.server.turns import require_place
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles, and what templates call them. OpenAI's newer models renamed the system's."""
@@ -30,6 +31,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     serving = serving_of(request)
+    require_place(request, serving.queue)
     body = await read_body(request, ChatBody)
     name = require_model(body.model)
     adapter = serving.adapter_of(name)

@@ -18,6 +18,7 @@ from interleaf.server.schemas import MAX_LOGPROBS, CompletionBody, CompletionFie
 from interleaf.server.state import Serving, require_model, serving_of
 from interleaf.server.streaming import answer
 from interleaf.server.text import tokenised
+from interleaf.server.turns import require_place
 
 _DEFAULT_MAX_TOKENS = 16
 router = APIRouter()
@@ -27,6 +28,7 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Continue a prompt."""
     serving = serving_of(request)
+    require_place(request, serving.queue)
     body = await read_body(request, CompletionBody)
     name = require_model(body.model)
     adapter = serving.adapter_of(name)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from interleaf.config import LogFormat, LogLevel
 from interleaf.server.metrics import Metrics
-from interleaf.server.observed import ARRIVAL, Arrival
+from interleaf.server.observed import ARRIVAL, Arrival, rounded
 
 logger = logging.getLogger("interleaf.access")
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
@@ -65,8 +65,8 @@ class ConsoleFormatter(logging.Formatter):
 class AccessLog:
     """Middleware: notes when a request arrived, and writes its line when its answer has ended.
 
-    The line says method, path, status, seconds, and for generations adapter, tokens, time to the first token and why
-    they ended; never a prompt, a text or a key.
+    The line says method, path, status, seconds, and for generations adapter, tokens, time to the first token, why
+    they ended and what they waited for; never a prompt, a text or a key.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -119,6 +119,7 @@ def _write_line(scope: Scope, arrival: Arrival, status: int) -> None:
             "generation_tokens": arrival.generation_tokens,
             "ttft_s": None if arrival.first_token_s is None else round(arrival.first_token_s, 4),
             "finish_reason": ",".join(sorted(set(arrival.finish_reasons))) or None,
+            "waited_for": rounded(arrival.waits),
         }
     logger.log(level, "request", extra=log_fields(**fields))
 
@@ -134,6 +135,8 @@ def _iso(seconds: float) -> str:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{item}" for key, item in value.items()) or "-"
     return "-" if value is None else str(value)
 
 

@@ -16,13 +16,18 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from interleaf.core import AdapterFound
+from interleaf.scheduler.sequence import WaitReason
 from interleaf.server.engine_metrics import engine_families
 from interleaf.server.families import PREFIX, Families
 from interleaf.server.histogram import Histogram
-from interleaf.server.labels import AdapterCounts, AdapterLabels
-from interleaf.stats import EngineStats
+from interleaf.server.label_table import LabelTable
+from interleaf.server.labels import AdapterCounts, AdapterLabels, add_up
+from interleaf.server.last_stats import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_WAITED = "Time that sequences waited for their first seat, or until they ended, by what for."
+_WAITED_AGAIN = "Time that sequences waited after they had lost their seat, by what for."
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _BETWEEN_TOKENS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
@@ -42,6 +47,8 @@ class Counts(msgspec.Struct):
     between_tokens_s: tuple[list[int], float]
     queue_s: tuple[list[int], float]
     whole_request_s: tuple[list[int], float]
+    waits: dict[str, float]
+    waits_again: dict[str, float]
     adapters: dict[str, AdapterCounts]
 
 
@@ -50,12 +57,13 @@ class Metrics:
 
     Args:
         model: the base model's name, the label `model_name` of everything.
-        num_labels: adapters with labels of their own at most.
+        table: the adapters with labels of their own.
     """
 
-    def __init__(self, model: str, num_labels: int) -> None:
+    def __init__(self, model: str, table: LabelTable) -> None:
         self.make = Families(model)
-        self.adapters = AdapterLabels(num_labels)
+        self.table = table
+        self.adapters = AdapterLabels(table)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.refused = 0
         self.responses: Counter[str] = Counter()
@@ -65,6 +73,8 @@ class Metrics:
         self.between_tokens_s = Histogram(_BETWEEN_TOKENS_S)
         self.queue_s = Histogram(_QUEUE_S)
         self.whole_request_s = Histogram(_WHOLE_REQUEST_S)
+        self.waits: dict[str, float] = {}
+        self.waits_again: dict[str, float] = {}
 
     def counts(self) -> Counts:
         """All of it at this moment."""
@@ -78,7 +88,9 @@ class Metrics:
             self.between_tokens_s.counts(),
             self.queue_s.counts(),
             self.whole_request_s.counts(),
-            dict(self.adapters.items()),
+            dict(self.waits),
+            dict(self.waits_again),
+            self.adapters.all_counts(),
         )
 
     def add(self, counts: Counts) -> None:
@@ -92,13 +104,15 @@ class Metrics:
         self.between_tokens_s.add(counts.between_tokens_s)
         self.queue_s.add(counts.queue_s)
         self.whole_request_s.add(counts.whole_request_s)
+        add_up(self.waits, counts.waits)
+        add_up(self.waits_again, counts.waits_again)
         for label, adapter in counts.adapters.items():
             self.adapters.add_counts(label, adapter)
 
-    def exposition(self, stats: EngineStats | None) -> bytes:
-        """The page that Prometheus reads. `stats` is None when the engine has stopped."""
+    def exposition(self, engine: Snapshot | None) -> bytes:
+        """The page that Prometheus reads; without an engine, what was counted here."""
         registry = CollectorRegistry()
-        registry.register(_Page(self, stats))
+        registry.register(_Page(self, engine))
         return generate_latest(registry)
 
     def families(self) -> Iterator[Metric]:
@@ -116,6 +130,9 @@ class Metrics:
             (self.whole_request_s, "e2e_request_latency_seconds", "From a request's arrival to its end."),
         ):
             yield histogram.family(PREFIX + name, text, make.model)
+        no_waits = {reason.value: 0.0 for reason in WaitReason}
+        yield make.counter("request_queue_time_by_reason_seconds", _WAITED, no_waits | self.waits, "reason")
+        yield make.counter("request_preempted_time_seconds", _WAITED_AGAIN, no_waits | self.waits_again, "reason")
         yield from self._adapter_families(dict(self.adapters.items()))
 
     def _adapter_families(self, adapters: Mapping[str, AdapterCounts]) -> Iterator[Metric]:
@@ -134,6 +151,16 @@ class Metrics:
         ):
             pairs = {label: (getattr(each, number), getattr(each, seconds)) for label, each in adapters.items()}
             yield make.summary(f"adapter_{name}_seconds", text, pairs, "adapter")
+        for name, text, field in (
+            ("queue_time_by_reason", _WAITED, "waits"),
+            ("preempted_time", _WAITED_AGAIN, "waits_again"),
+        ):
+            waits = {
+                (label, reason): seconds
+                for label, each in adapters.items()
+                for reason, seconds in getattr(each, field).items()
+            }
+            yield make.counter(f"adapter_{name}_seconds", text, waits, "adapter", "reason")
         text = "Sequences that started, by where their adapter was when first considered."
         found = {
             (label, where.value): getattr(each, where.value)
@@ -144,14 +171,18 @@ class Metrics:
 
 
 class _Page(Collector):
-    def __init__(self, metrics: Metrics, stats: EngineStats | None) -> None:
+    def __init__(self, metrics: Metrics, engine: Snapshot | None) -> None:
         self._metrics = metrics
-        self._stats = stats
+        self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
         yield from self._metrics.families()
-        up = self._stats is not None
-        make = self._metrics.make
+        make, engine = self._metrics.make, self._engine
+        up = engine is not None and engine.is_up
         yield make.gauge("engine_up", "1 while the engine serves, 0 once it has stopped.", {"": up})
-        if self._stats is not None:
-            yield from engine_families(make, self._stats, self._metrics.adapters)
+        if engine is None or not engine.is_up:
+            return
+        text = "Age of what follows: it grows while a step hangs, and the engine does not answer."
+        yield make.gauge("engine_stats_age_seconds", text, {"": engine.age_s})
+        if engine.stats is not None:
+            yield from engine_families(make, engine.stats, self._metrics.adapters)

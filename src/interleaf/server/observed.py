@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,13 +17,14 @@ from interleaf.core import (
     FinishReason,
     RequestFailed,
     RequestWaiting,
+    RequestWaits,
     SamplingParams,
     SequenceStart,
     TokenEvent,
 )
-from interleaf.engine.serving import AsyncEngine, EngineInfo
+from interleaf.engine.serving import AsyncEngine, EngineInfo, OnLeft
 from interleaf.errors import InterleafError
-from interleaf.server.labels import AdapterCounts
+from interleaf.server.labels import AdapterCounts, add_up
 from interleaf.server.metrics import Metrics
 from interleaf.stats import EngineStats
 
@@ -38,6 +39,7 @@ class Arrival:
         at_s: when it arrived (`time.perf_counter`).
         request_id: the client's name for it, or ours.
         first_token_s: from then to the first token; None before it.
+        waits: seconds that its sequences waited for their seats, summed by what for.
     """
 
     at_s: float = field(default_factory=time.perf_counter)
@@ -48,6 +50,7 @@ class Arrival:
     generation_tokens: int = 0
     first_token_s: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=dict)
 
 
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("interleaf_arrival", default=None)
@@ -74,16 +77,27 @@ class ObservedEngine:
         """See AsyncEngine."""
         return self._engine.adapters()
 
+    def has_adapter(self, name: str) -> bool:
+        """See AsyncEngine."""
+        return self._engine.has_adapter(name)
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         adapter: str | None,
         cache_salt: str | None = None,
+        on_left: OnLeft | None = None,
     ) -> AsyncIterator[list[Event]]:
         """See AsyncEngine."""
         observation = _Observation(self._metrics, ARRIVAL.get() or Arrival(), adapter, len(prompt_token_ids), params.n)
-        generator = self._engine.generate(prompt_token_ids, params, adapter, cache_salt)
+
+        def left(event: Event) -> None:
+            observation.late(event)
+            if on_left is not None:
+                on_left(event)
+
+        generator = self._engine.generate(prompt_token_ids, params, adapter, cache_salt, left)
         events = cast("AsyncGenerator[list[Event]]", generator)
         task = asyncio.current_task()  # now: a generator that was left behind is closed by some other one
         request_id: str | None = None
@@ -144,8 +158,10 @@ class _Observation:
         self._reasons: list[str | None] = [None] * num_sequences
         self._terminal: Event | None = None
         self._num_tokens = 0
+        self._is_accepted = False
 
     def accepted(self) -> None:
+        self._is_accepted = True
         self._metrics.prompt_tokens += self._counts.prompt_tokens
         self._arrival.num_generations += 1
         self._arrival.prompt_tokens += self._counts.prompt_tokens
@@ -168,6 +184,7 @@ class _Observation:
                 self._log_wait(event)
             else:
                 self._terminal = event
+                self._waited(event.waits, self._counts)
         for index, count in enumerate(counts):
             if count:
                 self._tokens(index, count, now)
@@ -182,11 +199,41 @@ class _Observation:
             self._metrics.queue_s.observe(start.queue_s)
         counts.starts += 1
         counts.queue_s += start.queue_s
+        self._waited(RequestWaits(first=start.waits), counts)
         if start.found is not None:
             setattr(counts, start.found.value, getattr(counts, start.found.value) + 1)
         if start.load_s is not None:
             counts.loads += 1
             counts.load_s += start.load_s
+
+    def _waited(self, waits: RequestWaits | None, counts: AdapterCounts) -> None:
+        """Its sequences have waited, beside what was told before."""
+        if waits is None:
+            return
+        for told, totals in (
+            (waits.first, (self._metrics.waits, counts.waits, self._arrival.waits)),
+            (waits.again, (self._metrics.waits_again, counts.waits_again, self._arrival.waits)),
+        ):
+            for total in totals:
+                add_up(total, told)
+
+    def late(self, event: Event) -> None:
+        """Something of a request that nobody reads any more. What it has waited for until then is not lost."""
+        if isinstance(event, TokenEvent | RequestWaiting):
+            if isinstance(event, TokenEvent) and event.start is not None:
+                self._count_late(RequestWaits(first=event.start.waits))
+            return
+        if not self._is_accepted:  # its reader has left before anything was said
+            self.accepted()
+            self.end(cancelled=True)
+        self._count_late(event.waits)
+
+    def _count_late(self, waits: RequestWaits | None) -> None:
+        """`end` has counted the request already."""
+        counts = AdapterCounts()
+        self._waited(waits, counts)
+        if self._adapter is not None:
+            self._metrics.adapters.add(self._adapter, counts)
 
     def _log_wait(self, wait: RequestWaiting) -> None:
         fields = {
@@ -194,6 +241,7 @@ class _Observation:
             "adapter": self._adapter,
             "waited_s": round(wait.waited_s, 1),
             "reason": wait.reason,
+            "waited_for": rounded(wait.waits),
         }
         logger.info("request waits", extra={"fields": fields})  # as `logs.log_fields`, which knows this module
 
@@ -234,3 +282,9 @@ class _Observation:
             self._counts.first_token_s = elapsed
             if self._arrival.first_token_s is None:
                 self._arrival.first_token_s = elapsed
+
+
+def rounded(waits: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by reason for a line of the log, the most first; what is less than half a millisecond is left out."""
+    shown = {reason: round(seconds, 3) for reason, seconds in waits.items()}
+    return dict(sorted(((r, s) for r, s in shown.items() if s), key=lambda item: -item[1]))

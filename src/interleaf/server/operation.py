@@ -1,7 +1,7 @@
 """What an operator wants around the endpoints: keys, limits, CORS, adapters at run time, metrics, the access log.
 
-Middleware, outermost first: access log, CORS, keys, body limits. So every answer is logged, a refusal can be read by an
-allowed web page, and no byte of a body is read for a stranger without a key.
+Middleware, outermost first: access log, CORS, keys, turns, body limits. So every answer is logged, a refusal can be
+read by an allowed web page, and a stranger without a key has no place in the queue and no byte of a body read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from interleaf.config import ServerConfig
-from interleaf.errors import EngineDead
 from interleaf.server.adapters import adapters_router
 from interleaf.server.auth import ApiKeys, RequireKey
+from interleaf.server.last_stats import LastStats
 from interleaf.server.limits import LimitBody
 from interleaf.server.logs import AccessLog
 from interleaf.server.metrics import CONTENT_TYPE, Metrics
 from interleaf.server.roots import AdapterRoots
 from interleaf.server.totals import Totals
+from interleaf.server.turns import Turns
 
 if TYPE_CHECKING:
     from interleaf.server.app import Extension
@@ -42,6 +43,7 @@ def operation(config: ServerConfig, metrics: Metrics, totals: Totals) -> Extensi
     open_paths = {"/health"} | (set() if config.protect_metrics else {"/metrics"})
 
     def extend(app: FastAPI, serving: Serving) -> None:
+        last_stats = LastStats(serving.engine)
         app.include_router(
             adapters_router(
                 serving.engine,
@@ -55,13 +57,11 @@ def operation(config: ServerConfig, metrics: Metrics, totals: Totals) -> Extensi
         @app.get("/metrics")
         async def page(request: Request) -> Response:
             """Everything that Prometheus wants to know."""
-            try:
-                stats = await serving.engine.stats()
-            except EngineDead:
-                stats = None
-            return Response(totals.sum().exposition(stats), media_type=CONTENT_TYPE)
+            snapshot = await last_stats.look()
+            return Response(totals.sum().exposition(snapshot), media_type=CONTENT_TYPE)
 
         app.add_middleware(LimitBody, max_bytes=config.max_body, timeout_s=config.body_timeout)
+        app.add_middleware(Turns, queue=serving.queue)
         app.add_middleware(RequireKey, keys=keys, open_paths=open_paths)
         if config.cors_origin:
             app.add_middleware(

@@ -92,6 +92,13 @@ OPTIONS: tuple[Option, ...] = (
         ("allow_runtime_loading", Kind.SWITCH, "Without an API key: clients on this machine may load and unload."),
         ("allow_dummy_adapters", Kind.SWITCH, "/v1/load_lora_adapter may make random ones (dummy:r=16,...)."),
         ("adapter_host_memory", Kind.SIZE, "Host memory for adapters; beyond it their folders are read again."),
+        (
+            "adapter_disk_dir",
+            Kind.PATH,
+            "Folder on a fast disk for copies of adapters that host memory has no room for: they come back sooner than "
+            "from their own folders. Servers may share one.",
+        ),
+        ("adapter_disk_memory", Kind.SIZE, "What they may take there together."),
     ),
     *_group(
         "Engine",
@@ -102,6 +109,16 @@ OPTIONS: tuple[Option, ...] = (
             Kind.SIZE,
             "Budget of the page pool for KV cache and adapters, without the weights: 512MiB, 2GB; 1GiB by default. "
             "On a GPU also a fraction of its memory, weights and work space included; 0.9 by default.",
+        ),
+        (
+            "memory_split",
+            Kind.TEXT,
+            "For comparison only: a share of the pool, 0 to 1, that nothing but adapters may use.",
+        ),
+        (
+            "swap_memory",
+            Kind.SIZE,
+            "Host memory for what preempted requests have computed; 0: none. 0 on a CPU, 4GiB on a GPU.",
         ),
         ("page_tokens", Kind.WHOLE, "Tokens of KV in a page: 1, 2, 4, 8, 16, 32 or 64."),
         ("max_model_len", Kind.WHOLE, "Prompt + max_tokens at most; by default the model's context."),
@@ -125,6 +142,17 @@ OPTIONS: tuple[Option, ...] = (
             "conservative (all it may need: nothing is ever computed twice).",
         ),
         ("eviction", Kind.TEXT, "Which idle adapter or prefix leaves first: cost (the one worth least), or lru."),
+        (
+            "copy_rate",
+            Kind.SIZE,
+            "What eviction and preemption take a second of copying to the pool to move: 20GB. By default measured at "
+            "start.",
+        ),
+        (
+            "prefill_rate",
+            Kind.WHOLE,
+            "Tokens of prompts that they take a second to compute; by default measured at start.",
+        ),
         ("prefix_cache", Kind.SWITCH, "Requests of one adapter that begin alike share what they have in common."),
         ("max_loads", Kind.WHOLE, "Adapters on their way to the pool at most."),
         ("prefetch_loads", Kind.WHOLE, "Of those, how many may be for requests that cannot start yet; 0: none."),

@@ -15,10 +15,14 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from interleaf.config import ServerConfig
+from interleaf.server.open_files import HEARD, connections_at_most
 from interleaf.server.refusal import error_body
 
 _MAX_HEADERS = 128
-_BACKLOG = 2048
+_ACCEPTED_AT_A_TIME = 128
+"""Connections that a turn of the event loop takes: it does nothing else meanwhile."""
+
+_ALWAYS_SERVED = frozenset({b"/health", b"/metrics"})
 
 
 class GuardedHttp(HttpToolsProtocol):
@@ -26,22 +30,29 @@ class GuardedHttp(HttpToolsProtocol):
 
     Headers are limited in bytes and number (431) and in time (408), trailers and chunk extensions in bytes; connections
     in number (503). The limits are set on a subclass by `guarded`.
+
+    A connection over the limit is heard: it may ask whether the server lives, once. Else it is told 503 when its
+    headers are there: closed before that, it would be reset, and its client might never read why. One beyond
+    `most_connections` is closed at once all the same.
     """
 
     max_header_bytes = 32 * 1024
     header_timeout_s = 10.0
     max_connections = 1024
+    most_connections = 1024 + HEARD
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_headers = True
         self._num_framing_bytes = 0  # since the start of the headers, or since the last byte of a body
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_over = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            self._refuse(503, f"{self.max_connections} connections are open, which is the limit", "retry-after: 1\r\n")
+        self._is_over = len(self.connections) > self.max_connections
+        if len(self.connections) > self.most_connections:
+            self._refuse_connection()
         else:
             self._start_deadline()
 
@@ -72,8 +83,12 @@ class GuardedHttp(HttpToolsProtocol):
         if size > self.max_header_bytes or len(self.headers) > _MAX_HEADERS:
             limit = f"{self.max_header_bytes} bytes and {_MAX_HEADERS} lines"
             self._refuse(431, f"the headers are over the limit of {limit}")
+        elif self._is_over and self.url.partition(b"?")[0] not in _ALWAYS_SERVED:
+            self._refuse_connection()
         if not self.transport.is_closing():
             super().on_headers_complete()
+            if self._is_over:
+                self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """Body bytes; dropped when the headers were refused."""
@@ -112,6 +127,9 @@ class GuardedHttp(HttpToolsProtocol):
         else:
             self._refuse(408, f"the headers did not arrive within {self.header_timeout_s:g} s")
 
+    def _refuse_connection(self) -> None:
+        self._refuse(503, f"{self.max_connections} connections are open, which is the limit", "retry-after: 1\r\n")
+
     def _refuse(self, status: int, message: str, more_headers: str = "") -> None:
         """Answer and close; an answer that is under way is cut."""
         self._stop_deadline()
@@ -128,12 +146,15 @@ class GuardedHttp(HttpToolsProtocol):
         self.transport.close()
 
 
-def guarded(max_header_bytes: int, header_timeout_s: float, max_connections: int) -> type[GuardedHttp]:
+def guarded(
+    max_header_bytes: int, header_timeout_s: float, max_connections: int, most_connections: int
+) -> type[GuardedHttp]:
     """The protocol with these limits."""
     limits = {
         "max_header_bytes": max_header_bytes,
         "header_timeout_s": header_timeout_s,
         "max_connections": max_connections,
+        "most_connections": most_connections,
     }
     return type("GuardedHttp", (GuardedHttp,), limits)
 
@@ -144,7 +165,12 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         app,
         host=config.host,
         port=config.port,
-        http=guarded(config.max_header, config.header_timeout, config.max_connections),
+        http=guarded(
+            config.max_header,
+            config.header_timeout,
+            config.max_connections,
+            connections_at_most(config.max_connections),
+        ),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -152,7 +178,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         date_header=True,
-        backlog=_BACKLOG,
+        backlog=_ACCEPTED_AT_A_TIME,
         timeout_keep_alive=config.keep_alive,  # type: ignore[arg-type]  # handed to call_later, which takes fractions
         timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
     )

@@ -18,6 +18,7 @@ from interleaf.config import ServerConfig
 from interleaf.engine import supervisor
 from interleaf.engine.serving import AsyncEngine
 from interleaf.errors import AdapterError, AdapterRejected, ConfigError, PoolTooSmall
+from interleaf.server.open_files import raise_limit
 from interleaf.server.roots import AdapterRoots
 from interleaf.server.settings import Settings
 
@@ -38,6 +39,7 @@ def serve(settings: Settings, progress: Progress, on_ready: Callable[[str], None
     """
     config = settings.server
     AdapterRoots(config.allow_adapter_root, config.adapters_dir)  # what is no folder is said before a model is read
+    raise_limit(config.max_connections)
     with bind(config) as listener:
         url = url_of(listener)
         return supervisor.serve(

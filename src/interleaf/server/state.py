@@ -24,10 +24,27 @@ class Queue:
 
     Attributes:
         capacity: sequences that run and wait at most.
+        num_coming: requests whose turn to be looked at has not come.
     """
 
     capacity: int
     num_open: int = 0
+    num_coming: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no place for another request."""
+        return self.num_open + self.num_coming >= self.capacity
+
+    def refusal(self) -> ApiError:
+        """What is said to those for whom there is no place."""
+        return ApiError(
+            429,
+            f"the queue is full: {self.num_open + self.num_coming} sequences run or wait, at most {self.capacity} may; "
+            "try again",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": str(_RETRY_AFTER_S)},
+        )
 
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
@@ -35,12 +52,7 @@ class Queue:
         if count > self.capacity:
             raise bad_request(f"prompts x n must be at most {self.capacity} sequences, got {count}", "n")
         if self.num_open + count > self.capacity:
-            raise ApiError(
-                429,
-                f"the queue is full: {self.num_open} sequences run or wait, at most {self.capacity} may; try again",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(_RETRY_AFTER_S)},
-            )
+            raise self.refusal()
         self.num_open += count
         try:
             yield
@@ -72,7 +84,7 @@ class Serving:
         """The adapter that a model's name stands for; None is the base model. Raises: ApiError: 404."""
         if model == self.base_name:
             return None
-        if model in self.engine.adapters():
+        if self.engine.has_adapter(model):
             return model
         raise model_not_found(model)
 

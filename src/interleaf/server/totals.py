@@ -26,32 +26,32 @@ class Totals:
 
     Args:
         metrics: what this process counts.
-        model, num_labels: as Metrics has them.
+        model: as Metrics has it.
         file: this process's; the others' are its neighbours with the same suffix. None: there is this process only.
     """
 
-    def __init__(self, metrics: Metrics, model: str, num_labels: int, file: Path | None) -> None:
+    def __init__(self, metrics: Metrics, model: str, file: Path | None) -> None:
         self._metrics = metrics
         self._model = model
-        self._num_labels = num_labels
         self._file = file
         self._written = b""
         if file is not None and (before := _read(file)) is not None:
             metrics.add(before)
 
     def sum(self) -> Metrics:
-        """Everything that was counted, by whomever. An adapter has a label if it has one in any process."""
+        """Everything that was counted, by whomever."""
         if self._file is None:
             return self._metrics
         self.write()
-        parts = [part for file in sorted(self._file.parent.glob(f"*{self._file.suffix}")) if (part := _read(file))]
-        total = Metrics(self._model, self._num_labels * len(parts))
-        for part in parts:
-            total.add(part)
+        total = Metrics(self._model, self._metrics.table)
+        for file in sorted(self._file.parent.glob(f"*{self._file.suffix}")):
+            if (part := _read(file)) is not None:
+                total.add(part)
         return total
 
     def write(self) -> None:
-        """Bring this process's file up to date, at once or not at all."""
+        """Bring this process's file up to date, at once or not at all, and the table of labels."""
+        self._metrics.table.write()
         data = msgspec.msgpack.encode(self._metrics.counts())
         if self._file is None or data == self._written:
             return
