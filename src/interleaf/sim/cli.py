@@ -88,6 +88,13 @@ def run(
         str | None,
         typer.Option(help="Bytes of the page pool; by default what the weights leave.", rich_help_panel=_ENGINE),
     ] = None,
+    memory_split: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the pool that only adapters may use; by default they share it with KV.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
     page_tokens: Annotated[int, typer.Option(help="Tokens of KV in a page.", rich_help_panel=_ENGINE)] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Seats.", rich_help_panel=_ENGINE)] = 256,
     max_batch_tokens: Annotated[int, typer.Option(help="Rows of a step at most.", rich_help_panel=_ENGINE)] = 8192,
@@ -105,6 +112,9 @@ def run(
     prefix_cache: Annotated[
         bool, typer.Option(help="Sequences that begin alike share pages.", rich_help_panel=_ENGINE)
     ] = False,
+    swap_memory: Annotated[
+        str, typer.Option(help="Host memory for pages of preempted sequences; 0: none.", rich_help_panel=_ENGINE)
+    ] = "4GiB",
     overlap: Annotated[bool, typer.Option(help="Plan the next step while one runs.", rich_help_panel=_ENGINE)] = True,
     record: Annotated[Path | None, typer.Option(help="Write every step's work and time, as `fit` reads it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
@@ -130,6 +140,7 @@ def run(
         device = find_gpu(gpu)
         settings = Settings(
             pool_pages=None if pool is None else shape.geometry.pages_for_bytes(parse_bytes("pool", pool)),
+            memory_split=memory_split,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             refill_seats=refill_seats,
@@ -138,6 +149,7 @@ def run(
             prefetch_loads=prefetch_loads,
             max_loads=max_loads,
             prefix_cache=prefix_cache,
+            swap_memory_bytes=parse_bytes("swap_memory", swap_memory, may_be_zero=True),
             overlap=overlap,
             host_memory_bytes=None if host_memory is None else parse_bytes("host_memory", host_memory),
             disk_bytes_s=parse_bytes("disk_rate", disk_rate),

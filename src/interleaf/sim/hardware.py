@@ -18,7 +18,7 @@ class Gpu:
     Attributes:
         bandwidth_bytes_s: of its own memory.
         flops_s: 16-bit matrix products with 32-bit sums, dense.
-        link_bytes_s: host to device, one way.
+        link_bytes_s: host to device, one way; the other way at the same rate, beside it.
         source: where the figures come from.
     """
 

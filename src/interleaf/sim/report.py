@@ -44,6 +44,12 @@ class Figures:
     prefetched_unused: int
     evictions: int
     preemptions: int
+    resumed_kept: int
+    resumed_swapped: int
+    resumed_recomputed: int
+    recomputed_tokens: int
+    swap_out_pages: int
+    swap_in_pages: int
     disk_reads: int
     steps: int
     rows_per_step: float
@@ -82,6 +88,12 @@ def figures(outcome: Outcome, workload: Workload) -> Figures:
         prefetched_unused=counts.prefetched_unused,
         evictions=counts.evictions,
         preemptions=counts.preemptions,
+        resumed_kept=counts.resumed_kept,
+        resumed_swapped=counts.resumed_swapped,
+        resumed_recomputed=counts.resumed_recomputed,
+        recomputed_tokens=counts.recomputed_tokens,
+        swap_out_pages=counts.swap_out_pages,
+        swap_in_pages=counts.swap_in_pages,
         disk_reads=counts.disk_reads,
         steps=counts.steps,
         rows_per_step=counts.computed_tokens / counts.steps,
@@ -107,7 +119,12 @@ def as_text(of: Figures) -> str:
         ("loads", f"{of.loads:,}, of them {of.reloads:,} again; {of.evictions:,} evictions"),
         ("prefetched", f"{of.prefetches:,}; {of.late_prefetches:,} too late, {of.prefetched_unused:,} unused"),
         ("disk reads", f"{of.disk_reads:,}"),
-        ("preemptions", f"{of.preemptions:,}"),
+        (
+            "preemptions",
+            f"{of.preemptions:,}; {of.resumed_kept:,} kept, {of.resumed_swapped:,} swapped, {of.resumed_recomputed:,} "
+            f"recomputed; {of.recomputed_tokens:,} tokens again, {of.swap_out_pages:,} pages out and "
+            f"{of.swap_in_pages:,} in",
+        ),
         ("steps", f"{of.steps:,} of {of.rows_per_step:.0f} rows"),
         ("busy", f"device {of.device_busy:.0%}, link {of.link_busy:.0%}"),
         ("KV", f"{of.peak_kv_pages:,} pages at the peak"),

@@ -1,7 +1,9 @@
 """Executes plans in no time and says how much they would have taken. Knows seats and sizes, never a tensor or a token.
 
 One stream computes: a step begins when the one before has ended. Copies travel on a link beside it, in order. A copy
-begins no sooner than its step: the pages may have been somebody else's until the step before has ended.
+begins no sooner than its step: the pages may have been somebody else's until the step before has ended. Pages that are
+swapped hold the step up: those to the host, on a link of their own, before anything writes to the pages, then those
+from it.
 
     host      |plan k+1|          |plan k+2|
     compute   |---- step k ----||--- step k+1 ---|
@@ -58,10 +60,11 @@ class SimRunner:
     Args:
         adapter_bytes: weights that a step reads of each adapter.
         image_bytes: of an adapter's copy.
+        page_bytes: of a page that is swapped.   link_out: to the host.
         record: called with the work and the seconds of every step that has rows.
     Attributes:
         reloads: copies of adapters that had been copied before.
-        busy_s: seconds of steps.   host_s: real time spent in here.
+        busy_s: seconds of steps, and of the copies that held them up.   host_s: real time spent in here.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class SimRunner:
         index_of: dict[AdapterUid, int],
         adapter_bytes: list[int],
         image_bytes: Callable[[AdapterUid], int],
+        page_bytes: int,
+        link_out: Link,
         num_seats: int,
         record: Callable[[StepWork, float], None] | None = None,
     ) -> None:
@@ -82,6 +87,8 @@ class SimRunner:
         self._link = link
         self._index_of = index_of
         self._image_bytes = image_bytes
+        self._page_bytes = page_bytes
+        self._link_out = link_out
         self._record = record
         self._output_tokens = workload.output_tokens.tolist()
         self._adapter_bytes = [*adapter_bytes, 0]  # BASE, which is -1, finds the last
@@ -109,9 +116,13 @@ class SimRunner:
 
     def launch(self, plan: StepPlan) -> Launched:
         entered = time.perf_counter()
-        start_s = max(self._busy_until_s, self._clock.now)
+        ready_s = start_s = max(self._busy_until_s, self._clock.now)
+        if plan.swap_out:
+            ready_s = start_s = self._link_out.send(ready_s, len(plan.swap_out) * self._page_bytes)
+        if plan.swap_in:
+            start_s = self._link.send(ready_s, len(plan.swap_in) * self._page_bytes)
         for load in plan.load:
-            self._copy(load, start_s)
+            self._copy(load, ready_s)
         for seat in plan.vacate:
             self._last_step[seat] = -1
         for start in plan.start:
@@ -120,8 +131,9 @@ class SimRunner:
         duration_s = self._cost.step_s(work)
         if self._record is not None and work.rows:
             self._record(work, duration_s)
-        self.busy_s += duration_s
-        self._busy_until_s = end_s = start_s + duration_s
+        end_s = start_s + duration_s
+        self.busy_s += end_s - max(self._busy_until_s, self._clock.now)
+        self._busy_until_s = end_s
         for chunk in plan.chunks:
             if chunk.samples:
                 seat = chunk.seat

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from interleaf.adapters.residency import Residency
 from interleaf.core import AdapterUid
 from interleaf.engine.engine import Engine
 from interleaf.errors import ConfigError, PoolTooSmall
-from interleaf.memory.allocator import OwnerKind, PageAllocator
+from interleaf.memory.allocator import OwnerKind
 from interleaf.memory.eviction import CostAware, EvictionPolicy, Lru, PageCosts
 from interleaf.memory.prefix import PrefixCache
+from interleaf.memory.regions import Regions, pages_for_sequences
+from interleaf.memory.swap import SwapSpace
 from interleaf.scheduler.admission import Admission, Conservative, Estimated, Optimistic
 from interleaf.scheduler.loads import LoadLimits
 from interleaf.scheduler.policy import Fcfs
@@ -42,6 +44,7 @@ class Settings:
 
     Attributes:
         pool_pages: None: what the GPU's memory leaves beside the weights.
+        memory_split: share of the pages that only adapters may use; None: they share all with KV, as the engine does.
         max_num_seqs, max_batch_tokens: seats, and rows of a step at most.
         refill_seats: seats that must be free before prompts are computed beside decoding; None: a sixteenth of all.
         overlap: plan step k+1 while step k runs.
@@ -51,11 +54,14 @@ class Settings:
         admission: what must fit before a sequence starts: its known tokens ("optimistic"), the estimated peak
             ("estimated"), or all that it may ever need ("conservative").
         prefix_cache: whether sequences that begin alike share pages.
+        swap_memory_bytes: budget of host memory for what preempted sequences have computed; 0: none.
+        always_swaps: whatever is estimated to be cheaper. For studies: the engine has no such setting.
         host_memory_bytes: budget of host memory for adapters; None: all are in it from the start.
         disk_bytes_s: rate at which those beyond it are read.
     """
 
     pool_pages: int | None = None
+    memory_split: float | None = None
     max_num_seqs: int = 256
     max_batch_tokens: int = 8192
     refill_seats: int | None = None
@@ -67,6 +73,8 @@ class Settings:
     max_loads: int = 32
     admission: str = "estimated"
     prefix_cache: bool = False
+    swap_memory_bytes: int = 0
+    always_swaps: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_batch_tokens:
@@ -85,6 +93,10 @@ class Settings:
                 f"prefetch_loads must be from 0 to max_loads={self.max_loads}, which is at least 1; got "
                 f"{self.prefetch_loads}"
             )
+        if self.memory_split is not None and not 0.0 < self.memory_split < 1.0:
+            raise ConfigError(f"memory_split must be a share between 0 and 1, got {self.memory_split}")
+        if self.swap_memory_bytes < 0:
+            raise ConfigError(f"swap_memory_bytes must not be negative, got {self.swap_memory_bytes}")
         if self.disk_bytes_s <= 0:
             raise ConfigError(f"disk_bytes_s must be positive, got {self.disk_bytes_s}")
 
@@ -102,6 +114,12 @@ class Counts:
     prefetches: int = 0
     prefetched_unused: int = 0
     preemptions: int = 0
+    resumed_kept: int = 0
+    resumed_swapped: int = 0
+    resumed_recomputed: int = 0
+    recomputed_tokens: int = 0
+    swap_out_pages: int = 0
+    swap_in_pages: int = 0
     disk_reads: int = 0
     steps: int = 0
     computed_tokens: int = 0
@@ -116,14 +134,14 @@ class World:
     link: Link
     host: SimHost
     runner: SimRunner
-    allocator: PageAllocator
+    allocator: Regions
     residency: Residency
     scheduler: Scheduler
     engine: Engine
     uids: list[AdapterUid] = field(repr=False)
 
     def counts(self) -> Counts:
-        of = self.residency.counts
+        of, resumed, swapped = self.residency.counts, self.scheduler.resumed, self.scheduler.swap.counts
         return Counts(
             hits=of.hits,
             misses=of.misses,
@@ -134,6 +152,12 @@ class World:
             prefetches=of.prefetches,
             prefetched_unused=of.prefetched_unused,
             preemptions=self.scheduler.num_preemptions,
+            resumed_kept=resumed.kept,
+            resumed_swapped=resumed.swapped,
+            resumed_recomputed=resumed.recomputed,
+            recomputed_tokens=resumed.recomputed_tokens,
+            swap_out_pages=swapped.out_pages,
+            swap_in_pages=swapped.in_pages,
             disk_reads=self.host.disk_reads,
             steps=self.engine.num_steps,
             computed_tokens=self.engine.num_computed_tokens,
@@ -150,8 +174,10 @@ class World:
         return min(self.runner.next_load_end_s, self.host.next_arrival_s)
 
     def check(self) -> None:
-        """Assert what must hold when nothing is open: pages balance and nobody holds one for a request."""
+        """Assert what must hold when nothing is open: pages and slots balance and nobody holds one for a request."""
         self.allocator.check()
+        self.scheduler.swap.check()
+        assert not self.scheduler.swap.num_used_slots, "a sequence that has ended holds slots"
         assert self.allocator.num_used_pages(OwnerKind.KV) == 0, "a sequence that has ended holds pages"
         assert not self.scheduler.num_running, "a seat is taken"
 
@@ -186,11 +212,20 @@ def build_world(
         num_pages = geometry.pages_for_bytes(int(left))
     longest = int((workload.prompt_tokens + workload.output_tokens).max())
     largest = max((shape.pages for shape in adapters), default=0)
-    needed = geometry.pages_for_tokens(longest) + largest
-    if needed > num_pages:
-        raise PoolTooSmall(
-            f"a sequence of {longest} tokens", needed, num_pages, f"{largest} of them are the largest adapter's"
-        )
+    needed = geometry.pages_for_tokens(longest)
+    if settings.memory_split is None:
+        if needed + largest > num_pages:
+            raise PoolTooSmall(
+                f"a sequence of {longest} tokens", needed + largest, num_pages,
+                f"{largest} of them are the largest adapter's",
+            )  # fmt: skip
+    else:
+        total = pages_for_sequences(num_pages, settings.memory_split)
+        how = f"memory_split={settings.memory_split:g} of {num_pages} pages"
+        if needed > total:
+            raise PoolTooSmall(f"a sequence of {longest} tokens", needed, total, how, where="its share of the pool")
+        if largest > num_pages - total:
+            raise PoolTooSmall("the largest adapter", largest, num_pages - total, how, where="its share of the pool")
 
     clock = Clock()
     link = Link(gpu.link_bytes_s)
@@ -199,12 +234,24 @@ def build_world(
         clock, dict(zip(uids, adapters, strict=True)), geometry.page_bytes, settings.host_memory_bytes,
         Link(settings.disk_bytes_s),
     )  # fmt: skip
-    allocator = PageAllocator(num_pages)
+    allocator = Regions.of(num_pages, settings.memory_split)
     steps = cost or roofline(gpu, model)
-    residency = Residency(allocator, _eviction(settings, model, gpu, steps))
+    costs = PageCosts(
+        adapter_s=geometry.page_bytes / gpu.link_bytes_s,
+        prefix_s=geometry.page_tokens / prefill_rate(steps, settings.max_batch_tokens),
+    )
+    policy: EvictionPolicy = Lru(costs) if settings.eviction == "lru" else CostAware(costs)
+    residency = Residency(allocator.adapters, policy)
+    region = allocator.for_sequences(policy)
+    idle = (region or residency).reclaimer
+    swap = SwapSpace(
+        geometry.pages_for_bytes(settings.swap_memory_bytes),
+        geometry.page_tokens,
+        lambda: replace(costs, adapter_s=0.0) if settings.always_swaps else policy.costs,
+    )
     scheduler = Scheduler(
         geometry=geometry,
-        allocator=allocator,
+        allocator=allocator.sequences,
         residency=residency,
         images=host,
         policy=Fcfs(),
@@ -214,7 +261,9 @@ def build_world(
         max_num_seqs=settings.max_num_seqs,
         refill_seats=settings.refill_seats or max(1, settings.max_num_seqs // 16),
         loads=LoadLimits(max_loads=settings.max_loads, prefetch_loads=settings.prefetch_loads),
-        prefixes=PrefixCache(allocator, residency.reclaimer, geometry.page_tokens) if settings.prefix_cache else None,
+        prefixes=PrefixCache(allocator.sequences, idle, geometry.page_tokens) if settings.prefix_cache else None,
+        swap=swap,
+        region=region,
     )
     runner = SimRunner(
         clock=clock,
@@ -224,20 +273,10 @@ def build_world(
         index_of={uid: index for index, uid in enumerate(uids)},
         adapter_bytes=[shape.num_bytes for shape in adapters],
         image_bytes=host.image_bytes,
+        page_bytes=geometry.page_bytes,
+        link_out=Link(gpu.link_bytes_s),
         num_seats=settings.max_num_seqs,
         record=record,
     )
     engine = Engine(scheduler, runner, lookahead=1 if settings.overlap else 0, now=clock)
     return World(clock, link, host, runner, allocator, residency, scheduler, engine, uids)
-
-
-def _eviction(settings: Settings, model: ModelShape, gpu: Gpu, cost: CostModel) -> EvictionPolicy:
-    if settings.eviction == "lru":
-        return Lru()
-    geometry = model.geometry
-    return CostAware(
-        PageCosts(
-            adapter_s=geometry.page_bytes / gpu.link_bytes_s,
-            prefix_s=geometry.page_tokens / prefill_rate(cost, settings.max_batch_tokens),
-        )
-    )
