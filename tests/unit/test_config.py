@@ -46,11 +46,22 @@ def test_an_unknown_setting_is_refused_and_the_nearest_known_one_named() -> None
         ({"memory": "1" + "0" * 400}, "memory is beyond every machine"),
         ({"max_num_seqs": 600}, "max_batch_tokens=512 is below max_num_seqs=600"),
         ({"memory": "lots"}, "memory must be a size"),
+        ({"memory": 0}, "memory must be a positive number of bytes, got 0"),
+        ({"swap_memory": -1}, "swap_memory must be a positive number of bytes, got -1"),
+        ({"swap_memory": False}, "swap_memory must be a positive number of bytes, got False"),
     ],
 )
 def test_every_setting_names_its_limit_and_the_value(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_mapping(settings)
+
+
+def test_swap_memory_may_be_nothing_and_is_so_where_the_pool_is_in_the_host_s_memory() -> None:
+    assert EngineConfig().swap_memory_bytes == 0
+    assert EngineConfig(device="cuda").swap_memory_bytes == 4 * 2**30
+    for nothing in (0, "0", " 0 "):
+        assert EngineConfig(device="cuda", swap_memory=nothing).swap_memory_bytes == 0
+    assert EngineConfig(swap_memory="1MiB").swap_memory_bytes == 2**20
 
 
 def test_memory_is_kept_in_bytes() -> None:

@@ -21,6 +21,7 @@ from interleaf.core import (
     RequestFailed,
     RequestFinished,
     RequestWaiting,
+    RequestWaits,
     RopeKind,
     RopeSpec,
     SamplingParams,
@@ -46,8 +47,14 @@ STATS = EngineStats(
     adapter_pages={UID: 3},
 )
 
-START = SequenceStart(1.5, 32, AdapterFound.LATE, 0.25)
-WAITING = RequestWaiting("r", 5.25, "pages")
+START = SequenceStart(1.5, 32, AdapterFound.LATE, 0.25, {"seats": 1.0, "pages": 0.5})
+WAITING = RequestWaiting("r", 5.25, "pages", {"seats": 5.0, "pages": 0.25})
+WAITS = RequestWaits({"seats": 1.0}, {"pages": 2.0})
+ENDS = {
+    "finished": (RequestFinished("r", WAITS), RequestFinished("s")),
+    "aborted": (RequestAborted("t", WAITS),),
+    "failed": (RequestFailed("u", "it was changed", WAITS),),
+}
 
 MESSAGES: list[tuple[Any, m.Message]] = [
     (m.ToEngine, m.Hello("api")),
@@ -61,6 +68,7 @@ MESSAGES: list[tuple[Any, m.Message]] = [
     (m.ToApi, m.Welcome(EngineInfo(256, 128, (2,), 8))),
     (m.ToApi, m.Refused("r", ERROR, True)),
     (m.ToApi, m.Events((TokenEvent("r", 0, 5, start=START), TokenEvent("r", 0, 6)), waiting=(WAITING,))),
+    (m.ToApi, m.Events(**ENDS)),  # type: ignore[arg-type]
     (m.ToApi, m.Stats(4, STATS)),
     (m.ToApi, m.Stopping("the device has gone")),
     (m.EngineToPublisher, m.WelcomePublisher(SPEC, PageGeometry(4, 3, 2, 16, 4), "float32", StreamOrder.TILES, (UID,))),

@@ -9,6 +9,8 @@ import torch
 from interleaf.adapters import pinned
 from interleaf.adapters.image import AdapterImage
 from interleaf.core import PooledLayout
+from interleaf.engine.cuda.host_memory import registered
+from interleaf.errors import ConfigError
 
 PAGE = mmap.PAGESIZE
 LAYOUT = PooledLayout((), (), 1, 0)
@@ -101,3 +103,20 @@ def test_an_empty_image_is_left_alone(driver):
     image = AdapterImage(LAYOUT, torch.zeros(0, 2, 4))
     assert pinned.pin(image) is image
     assert not driver.ranges
+
+
+def test_a_buffer_is_registered_whole_for_as_long_as_it_lives(driver):
+    memory = registered("swap_memory", 5 * PAGE + 100)
+    assert (memory.nbytes, memory.dtype) == (5 * PAGE + 100, torch.uint8)
+    assert [len(pages) for pages in driver.ranges.values()] == [6]
+    del memory
+    gc.collect()
+    assert not driver.ranges
+
+
+def test_a_buffer_that_cannot_be_had_is_refused_by_the_setting_that_asks_for_it(driver):
+    with pytest.raises(ConfigError, match=f"swap_memory: {2**62} bytes of host memory cannot be had"):
+        registered("swap_memory", 2**62)
+    driver.refuses = True
+    with pytest.raises(ConfigError, match=r"swap_memory: the driver does not register .*: give less, or 0"):
+        registered("swap_memory", PAGE)
