@@ -9,6 +9,7 @@ parent                              child
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -122,7 +123,13 @@ class Parent:
         threading.Thread(target=self._watch, args=(on_death,), name="parent-watch", daemon=True).start()
 
     def started(self, note: str = "") -> None:
-        """This process is ready. The note becomes a line of the parent's log."""
+        """This process is ready. The note becomes a line of the parent's log.
+
+        What there is by now stays to the end, and no garbage collection looks at it again: a full one stops a process
+        that has loaded torch for a tenth of a second or more.
+        """
+        gc.collect()
+        gc.freeze()
         self._report(Started(note))
 
     def failed(self, error: BaseException) -> None:
