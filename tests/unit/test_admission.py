@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from interleaf.core import AdapterUid, Request, RequestFinished, SamplingParams
 from interleaf.memory.geometry import PageGeometry
-from interleaf.scheduler.admission import Conservative, Estimated, Optimistic, OutputLengths
+from interleaf.scheduler.admission import Admission, Conservative, Estimated, Optimistic, OutputLengths
 from interleaf.scheduler.sequence import Sequence
 from tests.support.fake_engine import FakeSystem, expected_tokens
 
@@ -102,3 +103,27 @@ def test_conservative_admission_never_preempts_and_estimated_seldom_where_optimi
     assert conservative == 0
     assert estimated <= 2
     assert optimistic >= 10
+
+
+@pytest.mark.parametrize("admission", [Optimistic, Conservative, Estimated])
+def test_adapters_that_come_and_go_leave_nothing_behind(admission: Callable[[], Admission]) -> None:
+    uids = [AdapterUid(f"a{i}") for i in range(30)]
+    system = FakeSystem(adapters=dict.fromkeys(uids, 1), admission=admission())
+    for uid in uids:
+        params = SamplingParams(max_tokens=3)
+        system.engine.submit(Request(id=uid, prompt_token_ids=(1,), params=params, adapter=uid), frozenset(), seed=0)
+        while system.engine.has_work:
+            system.engine.step()
+        system.scheduler.forget_adapter(uid)
+    rooms = [
+        system.residency,
+        system.scheduler._admission,
+        system.scheduler._entrance,
+        system.scheduler._entrance._times,
+    ]
+    if isinstance(rooms[1], Estimated):
+        rooms.append(rooms[1]._lengths)
+    for room in rooms:
+        for name, value in vars(room).items():
+            if isinstance(value, dict):
+                assert not set(value) & set(uids), f"{type(room).__name__}.{name} remembers adapters that are gone"

@@ -386,3 +386,16 @@ def test_the_summary_can_be_printed_as_json(make):
     store = make(1)
     summary = store.describe(store.add(dummy(1)))
     assert json.loads(json.dumps(summary.targets)) == ["q_proj", "v_proj"]
+
+
+def test_adapters_that_come_and_go_leave_nothing_behind(make):
+    store = make(10)
+    for seed in range(30):
+        uid = store.add(dummy(seed))
+        assert store.prepare(uid) is HostState.READY
+        store.pin(uid)
+        store.unpin(uid)
+        store.remove(uid)
+    left = {name: value for name, value in vars(store).items() if isinstance(value, dict) and value}
+    assert not left
+    assert (len(store), store._used_bytes, store._coming_bytes) == (0, 0, 0)

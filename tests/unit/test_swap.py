@@ -498,3 +498,45 @@ def test_pages_on_which_another_sequence_s_hang_stay_with_the_cache() -> None:
     chain, _ = cache.find((None, None), [1, 2, 3, 4, 8, 8, 1], 1)
     assert [page.tokens for page in chain] == [(1, 2), (3, 4), (8, 8)]
     cache.check()
+
+
+@pytest.mark.parametrize("policy", [CostAware, Lru])
+@pytest.mark.parametrize("swap_slots", [0, 100])
+def test_a_sequence_goes_on_that_needs_all_pages_though_others_have_computed_the_same(
+    policy: Callable[[PageCosts], EvictionPolicy], swap_slots: int
+) -> None:
+    """What it has kept doubles pages that the prefix cache has got meanwhile, and the pool has room for one of both."""
+    costs = PageCosts(adapter_s=1.0, prefix_s=100.0)
+    prompt = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    system = FakeSystem(
+        num_pages=10,
+        page_tokens=2,
+        max_num_seqs=3,
+        max_batch_tokens=64,
+        lookahead=1,
+        eviction=policy(costs),
+        prefix_cache=True,
+        swap_slots=swap_slots,
+    )
+    asked = {"older": ((29,), 6), "long": (prompt, 10), "short": (prompt[:7], 1)}
+
+    def submit(id_: str, seed: int) -> None:
+        tokens, most = asked[id_]
+        request = Request(id=id_, prompt_token_ids=tokens, params=SamplingParams(max_tokens=most))
+        system.engine.submit(request, frozenset(), seed)
+
+    submit("older", 0)
+    submit("long", 1)
+    told: dict[str, list[int]] = {id_: [] for id_ in asked}
+    for step in range(100):
+        if step == 5:
+            submit("short", 2)
+        for event in system.engine.step():
+            if isinstance(event, TokenEvent):
+                told[event.request_id].append(event.token_id)
+        for room in (system.allocator, system.prefixes, system.residency, system.swap):
+            room.check()  # type: ignore[union-attr]
+    assert system.scheduler.num_preemptions > 0
+    assert not system.engine.has_work, system.scheduler.waiting_by_reason()
+    for seed, (id_, (tokens, most)) in enumerate(asked.items()):
+        assert told[id_] == expected_tokens(None, seed, tokens, most, ignore_eos=True)

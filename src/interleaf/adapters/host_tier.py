@@ -329,6 +329,7 @@ class HostTier(ABC):
                 self._executor.submit(leaving.clear)
 
     def _forget(self, uid: AdapterUid) -> None:
+        self._kept.pop(uid, None)
         self._let_go(self._take_out(uid, self._entries.pop(uid)))
         if self._disk is not None:
             self._disk.discard(uid)

@@ -125,6 +125,23 @@ class KeptPages:
         self._slots.clear()
         return pages[doubles:], slots[in_slots:]
 
+    def give_up(self, num_shared: int) -> int:
+        """The prefix cache has the sequence's first `num_shared` pages: those that are here too are free.
+
+        What is left continues the cache's, and is of no use once those have left.
+
+        Returns: how many pages of the pool are free now.
+        """
+        doubles = max(0, num_shared - self.first)
+        pages, self._pages = self._pages[:doubles], self._pages[doubles:]
+        for page in pages:
+            self._reclaimer.discard(page)
+        self._allocator.free([page.page for page in pages], self._owner)
+        slots = [self._slots.popleft() for _ in range(min(doubles - len(pages), len(self._slots)))]
+        self._swap.free(slots, self._owner)
+        self.first = max(self.first, num_shared)
+        return len(pages)
+
     def drop(self) -> None:
         """Nobody needs them any more, or they are of no use."""
         self.hold()

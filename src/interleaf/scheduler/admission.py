@@ -29,6 +29,9 @@ class Admission(Protocol):
     def ended(self, seq: Sequence) -> None:
         """A sequence has come to its own end; its length is known."""
 
+    def forget_adapter(self, uid: AdapterUid) -> None:
+        """An adapter is gone, and no sequence uses it."""
+
 
 class Optimistic:
     """Whoever finds pages for the tokens that are known may start; preemption covers what was misjudged."""
@@ -43,6 +46,9 @@ class Optimistic:
         pass
 
     def ended(self, seq: Sequence) -> None:
+        pass
+
+    def forget_adapter(self, uid: AdapterUid) -> None:
         pass
 
 
@@ -64,6 +70,9 @@ class Conservative:
         self._num_reserved -= self._reserved.pop(seq)
 
     def ended(self, seq: Sequence) -> None:
+        pass
+
+    def forget_adapter(self, uid: AdapterUid) -> None:
         pass
 
     @staticmethod
@@ -97,6 +106,10 @@ class OutputLengths:
         if own is None:
             own = self._adapters[adapter] = _Running(self._overall.mean, self._overall.deviation)
         own.add(num_outputs, self._ADAPTER_MEMORY)
+
+    def forget(self, adapter: AdapterUid) -> None:
+        """An adapter is gone: what was known of it helps nobody."""
+        self._adapters.pop(adapter, None)
 
     def expected(self, adapter: AdapterUid | None, num_outputs: int) -> int:
         """Output tokens that a sequence will end with which has had so many: more than those.
@@ -182,6 +195,9 @@ class Estimated:
 
     def ended(self, seq: Sequence) -> None:
         self._lengths.add(seq.adapter, seq.num_outputs)
+
+    def forget_adapter(self, uid: AdapterUid) -> None:
+        self._lengths.forget(uid)
 
     def _row(self, seq: Sequence, step: int, geometry: PageGeometry) -> tuple[int, int]:
         """(e, t - s) of a sequence, by what is known in a step."""

@@ -163,6 +163,8 @@ class SequencePages:
             return self._room.make_room(num_pages, overtakable)
         num_pages -= max(0, kept.num_pages - num_shared + kept.first)
         spare = self._allocator.num_free_pages + self._room.reclaimer.num_idle_pages - kept.num_pages
+        if num_pages > spare:  # alone it would wait for ever for what it holds twice
+            spare += kept.give_up(num_shared)
         awaited = iter(overtakable)
         first = next(awaited, None)
         if num_pages > spare and first is None:

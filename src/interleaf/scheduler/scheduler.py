@@ -177,6 +177,7 @@ class Scheduler:
     def forget_adapter(self, uid: AdapterUid) -> None:
         """An adapter was withdrawn and no request refers to it: it leaves the pool, and so do its prefixes."""
         self._residency.remove(uid)
+        self._admission.forget_adapter(uid)
         if self._prefixes is not None:
             self._prefixes.drop(uid)
 
