@@ -267,6 +267,28 @@ def test_a_step_for_which_memory_is_short_takes_that_of_the_graphs_and_gives_the
     assert parts.runner.stats().num_graph_steps > 0
 
 
+def test_a_step_in_pieces_for_which_memory_is_short_does_the_same(folder):
+    greedy = [SamplingParams(temperature=0, max_tokens=5 + i % 7, ignore_eos=True) for i in range(20)]
+    wanted = [([3 + i] * 2, params, "a4") for i, params in enumerate(greedy)]
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    device = HostDevice()
+    parts = on_host_device(build_engine(folder, config()), device=device)
+    pieces, graphs = parts.runner._pieces, (parts.runner._graphs, parts.runner._mixed_graphs)
+    compute, held = pieces.run, []
+
+    def run(*args):
+        logits = compute(*args)
+        if any(map(len, graphs)) and len(held) < 3:
+            held.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return logits
+
+    pieces.run = run
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    assert device.num_reclaims == len(held) > 1
+
+
 def test_memory_that_stays_short_ends_the_engine_with_its_name(folder):
     parts = on_host_device(build_engine(folder, config()))
     client = InProcessClient(parts)

@@ -315,19 +315,23 @@ class CudaRunner:
         return result[:num_rows], None
 
     def _forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
-        """The model's forward pass, kernel by kernel. Where memory is short graphs give theirs back.
+        """The model's forward pass, kernel by kernel."""
+        return self._with_memory(lambda: self._model.forward(batch, pool))
+
+    def _with_memory(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Compute logits; where memory is short for that, graphs give up theirs.
 
         A pass that was broken off may be repeated: it writes nothing but its own rows' K and V.
         """
         try:
-            return self._model.forward(batch, pool)
+            return compute()
         except torch.OutOfMemoryError as error:
             logger.warning("memory is short, all graphs are given up: %s", str(error).partition(".")[0])
         for graphs in (self._graphs, self._mixed_graphs):
             if graphs is not None:
                 graphs.clear()
         self._device.reclaim()
-        return self._model.forward(batch, pool)
+        return compute()
 
     def _logits(self) -> torch.Tensor:
         if self._outside is None:
@@ -348,8 +352,11 @@ class CudaRunner:
         work = None if lora is None else lora.work
         token_ids = self._token_ids(rows)
         if in_pieces:
-            pieces = self._pieces_of(plan.num_tokens, lora)
-            logits = self._pieces.run(pieces, token_ids, rows.device.positions, attention, rows.sampled)
+            logits = self._with_memory(
+                lambda: self._pieces.run(
+                    self._pieces_of(plan.num_tokens, lora), token_ids, rows.device.positions, attention, rows.sampled
+                )
+            )
         else:
             logits = self._forward(
                 Batch(token_ids, rows.device.positions, attention, rows.sampled, work), self._pool.data
