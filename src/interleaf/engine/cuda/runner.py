@@ -316,9 +316,11 @@ class CudaRunner:
 
     def _forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """The model's forward pass, kernel by kernel."""
-        return self._with_memory(lambda: self._model.forward(batch, pool))
+        return self._with_memory(*[lambda: self._model.forward(batch, pool)] * 2)
 
-    def _with_memory(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _with_memory(
+        self, compute: Callable[[], torch.Tensor], without_graphs: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """Compute logits; where memory is short for that, graphs give up theirs.
 
         A pass that was broken off may be repeated: it writes nothing but its own rows' K and V.
@@ -331,7 +333,7 @@ class CudaRunner:
             if graphs is not None:
                 graphs.clear()
         self._device.reclaim()
-        return compute()
+        return without_graphs()
 
     def _logits(self) -> torch.Tensor:
         if self._outside is None:
@@ -352,10 +354,13 @@ class CudaRunner:
         work = None if lora is None else lora.work
         token_ids = self._token_ids(rows)
         if in_pieces:
+
+            def run(pieces: Pieces) -> torch.Tensor:
+                return self._pieces.run(pieces, token_ids, rows.device.positions, attention, rows.sampled)
+
             logits = self._with_memory(
-                lambda: self._pieces.run(
-                    self._pieces_of(plan.num_tokens, lora), token_ids, rows.device.positions, attention, rows.sampled
-                )
+                lambda: run(self._pieces_of(plan.num_tokens, lora)),
+                lambda: run(self._pieces.uncaptured(self._pieces.capacity(plan.num_tokens), work)),
             )
         else:
             logits = self._forward(
