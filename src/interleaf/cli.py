@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from interleaf.errors import InterleafError
+from interleaf.errors import ConfigError, InterleafError
 from interleaf.server.options import OPTIONS, Kind, shown_default
 
 app = typer.Typer(
@@ -110,8 +110,9 @@ def _serve(**given: Any) -> None:
     with _errors_as_messages(), ExitStack() as loading:
         settings = load_settings(given, os.environ, given.pop("config"))
 
-        from interleaf.server.logs import configure_logging  # slow to import: after what may be wrong with the settings
-        from interleaf.server.start import serve, warnings
+        with _packages_of_the_server():  # slow to import: after what may be wrong with the settings
+            from interleaf.server.logs import configure_logging
+            from interleaf.server.start import serve, warnings
 
         configure_logging(settings.server.log_format, settings.server.log_level)
         logger = logging.getLogger("interleaf")
@@ -198,6 +199,19 @@ def _errors_as_messages() -> Iterator[None]:
     except InterleafError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _packages_of_the_server() -> Iterator[None]:
+    """Raises: ConfigError: one of them is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise ConfigError(
+            f"serving needs the packages of interleaf[server], there is no module {missing!r}: in a checkout run "
+            "`make serve`, or `.venv/bin/pip install -c constraints.txt -e '.[server]'`"
+        ) from error
 
 
 @contextmanager

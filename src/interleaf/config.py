@@ -154,7 +154,12 @@ class EngineConfig:
         folder = self.adapter_disk_dir
         _require(folder is None or (isinstance(folder, str) and folder), "adapter_disk_dir", "a folder", folder)
         fraction = _fraction(self.memory)
-        if fraction is None or self.device == "cpu":
+        if fraction is not None and self.device == "cpu":
+            raise ConfigError(
+                f"memory={self.memory}: a share of the memory is for a GPU, and device is {self.device!r}; give a size "
+                'such as "1GiB"'
+            )
+        if fraction is None:
             object.__setattr__(self, "memory", parse_bytes("memory", cast(int | str, self.memory)))
         else:
             object.__setattr__(self, "memory", fraction)
@@ -344,8 +349,25 @@ class ServerConfig:
         return PurePath(self.model).name.removesuffix(".gguf") or self.model
 
 
+_ELSEWHERE = {
+    "gpu_memory_utilization": "memory, a share of the GPU's memory",
+    "lora_modules": "adapters (--adapter NAME=PATH)",
+    "enable_lora": "not needed: adapters may always be used",
+    "max_loras": "not needed: adapters in use are bounded by the pool's pages",
+    "max_lora_rank": "not needed: any rank is taken",
+    "max_cpu_loras": "adapter_host_memory, in bytes",
+    "enable_prefix_caching": "prefix_cache",
+    "swap_space": "swap_memory",
+    "block_size": "page_tokens",
+    "max_num_batched_tokens": "max_batch_tokens",
+}
+"""vLLM's names of what we call otherwise."""
+
+
 def unknown_setting(key: str, known: Sequence[str]) -> str:
     """Say that `key` is unknown, and name the nearest known one."""
+    if key in _ELSEWHERE:
+        return f"unknown setting {key!r}: here it is {_ELSEWHERE[key]}"
     near = difflib.get_close_matches(key, known, n=1)
     return f"unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
 

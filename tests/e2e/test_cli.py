@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,14 @@ def test_help_names_the_commands() -> None:
     assert code == 0
     assert "generate" in text
     assert "adapters" in text
+
+
+def test_serving_without_its_packages_says_which_to_install(folder: Path) -> None:
+    code = "import sys; sys.modules['starlette'] = None; from interleaf.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "no module 'starlette'" in line
+    assert "make serve" in line

@@ -294,6 +294,7 @@ async def test_what_cannot_be_loaded_says_why_as_the_library_does(shared: Server
         with pytest.raises(PoolTooSmall) as too_small:
             await engine.load_adapter("big", "dummy:r=2048")
         assert too_small.value.needed_pages > too_small.value.total_pages
+        assert str(too_small.value).startswith("adapter 'big' needs ")
         with pytest.raises(AdapterRejected):
             await engine.load_adapter("absent", str(tmp_path / "nowhere"))
         assert engine.adapters() == tuple(ADAPTERS)

@@ -22,6 +22,8 @@ def test_what_is_no_size_is_refused_by_name_and_value(text: str | int) -> None:
 
 
 def test_an_unknown_setting_is_refused_and_the_nearest_known_one_named() -> None:
+    with pytest.raises(ConfigError, match="'gpu_memory_utilization': here it is memory"):
+        EngineConfig.from_mapping({"gpu_memory_utilization": 0.9})
     with pytest.raises(ConfigError, match=r"unknown setting 'page_token'; did you mean 'page_tokens'\?"):
         EngineConfig.from_mapping({"page_token": 16})
     with pytest.raises(ConfigError, match=r"unknown setting 'zzz'; known: dtype, "):
@@ -47,6 +49,8 @@ def test_an_unknown_setting_is_refused_and_the_nearest_known_one_named() -> None
         ({"max_num_seqs": 600}, "max_batch_tokens=512 is below max_num_seqs=600"),
         ({"memory": "lots"}, "memory must be a size"),
         ({"memory": 0}, "memory must be a positive number of bytes, got 0"),
+        ({"memory": 0.9}, "memory=0.9: a share of the memory is for a GPU, and device is 'cpu'"),
+        ({"memory": "0.9"}, "memory=0.9: a share of the memory is for a GPU"),
         ({"swap_memory": -1}, "swap_memory must be a positive number of bytes, got -1"),
         ({"swap_memory": False}, "swap_memory must be a positive number of bytes, got False"),
     ],

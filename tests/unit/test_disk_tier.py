@@ -23,7 +23,7 @@ from interleaf.adapters.image_file import make_header
 from interleaf.adapters.slabs import SlabStore, write_slab
 from interleaf.adapters.sources import open_adapter
 from interleaf.adapters.store import AdapterStore
-from interleaf.core import AdapterUid, HostState, ModelSpec
+from interleaf.core import AdapterUid, HostState, ModelSpec, StreamOrder
 from interleaf.errors import ConfigError
 from interleaf.memory.geometry import PageGeometry
 from interleaf.parallel.shard import Shard
@@ -482,3 +482,22 @@ def test_a_folder_that_cannot_be_listed_is_told_of_and_counts_as_empty(
     tier = DiskTier(tmp_path / "absent", 10**9, GEOMETRY, torch.float32, ManualExecutor())
     assert tier.counts.files == 0
     assert "cannot be listed" in caplog.text
+
+
+def test_engines_of_two_stream_orders_leave_each_others_files_alone(tmp_path: Path) -> None:
+    parsed = open_adapter(SOURCES[0], SPEC)
+    tiers, images = {}, {}
+    for order in StreamOrder:
+        thread = ManualExecutor()
+        tiers[order] = DiskTier(tmp_path, 10**9, GEOMETRY, torch.float32, thread, order=order), thread
+        images[order] = build(parsed, Shard(SPEC), GEOMETRY, torch.float32, order)
+    for order, (tier, thread) in tiers.items():
+        tier.offer(parsed.uid, [images[order]])
+        thread.run_all()
+    for order, (tier, thread) in tiers.items():
+        found: list[AdapterImage | None] = []
+        tier.fetch(parsed.uid, images[order].layout, found.append)
+        thread.run_all()
+        assert found[0] is not None, (order, tier.counts)
+        assert torch.equal(found[0].data, images[order].data)
+        assert tier.counts.errors == 0

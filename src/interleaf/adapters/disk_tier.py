@@ -35,7 +35,7 @@ import torch
 from interleaf.adapters.image import IMAGE_VERSION, AdapterImage
 from interleaf.adapters.image_file import image_bytes, image_shape, make_header, read_header
 from interleaf.adapters.json_file import Unreadable
-from interleaf.core import AdapterUid, PooledLayout
+from interleaf.core import AdapterUid, PooledLayout, StreamOrder
 from interleaf.errors import ConfigError
 from interleaf.memory.geometry import PageGeometry
 
@@ -96,6 +96,7 @@ class DiskTier:
         folder: nobody else's (`open_folder`).
         budget_bytes: of all images in the folder, whoever wrote them.
         rank, world: which share of every layer the images hold.
+        order: of their streams. Engines on a CPU and on a GPU may use one folder, each its own files.
         executor: where files are read and written, one after another; shut down by `close`.
         now: seconds, monotonic.
     """
@@ -110,13 +111,14 @@ class DiskTier:
         *,
         rank: int = 0,
         world: int = 1,
+        order: StreamOrder = StreamOrder.ROWS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
         self._geometry = geometry
         self._dtype = dtype
-        key = repr((IMAGE_VERSION, geometry, str(dtype), rank, world))
+        key = repr((IMAGE_VERSION, geometry, str(dtype), rank, world, order.value))
         self._key = hashlib.sha256(key.encode()).hexdigest()[:12]
         self._executor = executor
         self._now = now

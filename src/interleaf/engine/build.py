@@ -159,6 +159,17 @@ def build_engine(
         store = make_store(geometry, dtype)
     # Where nobody is ever preempted, nothing is ever swapped.
     num_slots = 0 if config.admission == "conservative" else geometry.pages_for_bytes(config.swap_memory_bytes)
+    warm_up = progress and _named("warm-up", progress)
+    images = ProbedImages(store.image)
+    runner = _runner(config, transformer, pool, images, max_model_len, num_slots, warm_up)
+    rates = find_rates(
+        config,
+        RateProbe(runner, images),
+        geometry,
+        max_model_len,
+        lambda: _probe_image(config, shard, geometry, dtype, num_pages),
+    )
+    residency.reclaimer.policy.costs = rates.costs(geometry)
     scheduler = Scheduler(
         geometry=geometry,
         allocator=allocator.sequences,
@@ -175,17 +186,6 @@ def build_engine(
         swap=SwapSpace(num_slots, geometry.page_tokens, lambda: residency.reclaimer.policy.costs),
         region=region,
     )
-    warm_up = progress and _named("warm-up", progress)
-    images = ProbedImages(store.image)
-    runner = _runner(config, transformer, pool, images, max_model_len, num_slots, warm_up)
-    rates = find_rates(
-        config,
-        RateProbe(runner, images),
-        geometry,
-        max_model_len,
-        lambda: _probe_image(config, shard, geometry, dtype, num_pages),
-    )
-    residency.reclaimer.policy.costs = rates.costs(geometry)
     engine = Engine(scheduler, runner, lookahead=1 if config.overlap else 0)
     return EngineParts(
         config=config,
@@ -236,7 +236,8 @@ def disk_tier(config: EngineConfig, geometry: PageGeometry, dtype: torch.dtype) 
     if config.adapter_disk_dir is None:
         return None
     folder, budget = open_folder(config.adapter_disk_dir), config.adapter_disk_memory_bytes
-    return DiskTier(folder, budget, geometry, dtype, image_thread("adapter-disk", config))
+    thread = image_thread("adapter-disk", config)
+    return DiskTier(folder, budget, geometry, dtype, thread, order=stream_order(config))
 
 
 def stream_order(config: EngineConfig) -> StreamOrder:

@@ -164,8 +164,8 @@ class Publisher:
 
         def registered(uid: AdapterUid, error: m.WireError | None) -> None:
             with self._failing(peer, load.call):
-                if error is not None:
-                    raise error.exception()
+                if error is not None:  # the engine knows no name
+                    raise m.WireError(error.kind, error.message.replace(uid, load.name), error.attributes).exception()
                 self._table.check_free(load.name, uid)  # another may have taken it meanwhile
                 if self._table.uids.get(load.name) != uid:
                     self._table.publish(load.name, uid, load.source)

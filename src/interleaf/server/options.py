@@ -113,7 +113,7 @@ OPTIONS: tuple[Option, ...] = (
         (
             "memory_split",
             Kind.TEXT,
-            "For comparison only: a share of the pool, 0 to 1, that nothing but adapters may use.",
+            "For comparison only: a share of the pool, over 0 and below 1, that nothing but adapters may use.",
         ),
         (
             "swap_memory",
@@ -145,13 +145,13 @@ OPTIONS: tuple[Option, ...] = (
         (
             "copy_rate",
             Kind.SIZE,
-            "What eviction and preemption take a second of copying to the pool to move: 20GB. By default measured at "
-            "start.",
+            "Bytes a second of copies to the pool, such as 20GB, that eviction and preemption reckon with. By default "
+            "measured at start.",
         ),
         (
             "prefill_rate",
             Kind.WHOLE,
-            "Tokens of prompts that they take a second to compute; by default measured at start.",
+            "Prompt tokens a second that eviction and preemption reckon with. By default measured at start.",
         ),
         ("prefix_cache", Kind.SWITCH, "Requests of one adapter that begin alike share what they have in common."),
         ("max_loads", Kind.WHOLE, "Adapters on their way to the pool at most."),
