@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from interleaf.adapters.sources import open_adapter
 from interleaf.core import AdapterUid, ModelSpec, StreamOrder
 from interleaf.engine import messages as m
 from interleaf.engine import publisher as room
@@ -199,6 +200,20 @@ def test_fetches_are_answered_as_they_come_and_failures_say_why(world: World, ga
     gate.set()
     world.hear_engine(lambda: len(fetched()) == 2)
     assert "has changed" in (fetched()[1].failure or "")
+
+
+def test_what_requests_wait_for_is_not_read_behind_adapters_that_somebody_registers(world: World, gates: Gates) -> None:
+    held = [gates.shut_for(source(seed)) for seed in (1, 2)]
+    world.ask(*(m.Load(seed, f"a{seed}", source(seed)) for seed in (1, 2, 3)))
+    eventually(lambda: len(gates.begun) == 2)
+    uid = open_adapter(source(9), SPEC).uid
+    world.say(m.Fetch(uid, source(9)))
+    fetched = [
+        message for message in world.hear_engine(lambda: bool(world.to_engine[1:])) if message != m.Hello("publisher")
+    ]
+    assert [(message.uid, message.failure) for message in fetched] == [(uid, None)]
+    for gate in held:
+        gate.set()
 
 
 def test_it_ends_with_what_it_is_working_on_and_begins_nothing_more(world: World, gates: Gates) -> None:

@@ -93,6 +93,8 @@ class Publisher:
         self._endpoint = Endpoint(str(run / PUBLISHER_SOCKET))
         # One torch thread each, and of the scheduling class of the thread that starts them: this one.
         self._threads = ThreadPoolExecutor(num_threads, "publish", torch.set_num_threads, (1,))
+        # Requests wait for what the engine asks for: not behind hundreds of adapters that somebody registers.
+        self._fetchers = ThreadPoolExecutor(num_threads, "fetch", torch.set_num_threads, (1,))
         self._finished: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what to do about work that has been done
         self._bell = Bell()
 
@@ -116,7 +118,10 @@ class Publisher:
 
     def close(self) -> None:
         """Wait for what is being worked on, and end all connections."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._threads, self._fetchers):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._fetchers):
+            threads.shutdown()
         self._bell.close()
         self._endpoint.close()
         self._engine.close()
@@ -228,14 +233,20 @@ class Publisher:
                 )
             return self._write(parsed, source)
 
-        self._work(write, lambda slab: answer(str(slab), None), failing)
+        self._work(write, lambda slab: answer(str(slab), None), failing, self._fetchers)
 
     def _work(
-        self, function: Callable[[], T], then: Callable[[T], None], failing: Callable[[], AbstractContextManager[None]]
+        self,
+        function: Callable[[], T],
+        then: Callable[[T], None],
+        failing: Callable[[], AbstractContextManager[None]],
+        threads: ThreadPoolExecutor | None = None,
     ) -> None:
         """Call something on another thread, and go on with the result on this one.
 
-        Args: failing: a context that answers for what `function` or `then` raises.
+        Args:
+            failing: a context that answers for what `function` or `then` raises.
+            threads: of which one; None: of those that register.
         """
 
         def finish(done: Future[T]) -> None:
@@ -247,7 +258,7 @@ class Publisher:
                 self._finished.put(lambda: finish(done))
                 self._bell.ring()
 
-        self._threads.submit(function).add_done_callback(ended)
+        (threads or self._threads).submit(function).add_done_callback(ended)
 
     def _go_on(self) -> None:
         """Take up what other threads have finished."""
