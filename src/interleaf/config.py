@@ -257,7 +257,8 @@ class ServerConfig:
         adapters: (name, path) of the adapters that must load before the port opens.
         api_key: any one of these opens the server; none means that everybody who reaches the port is served.
         exit_after: seconds from the engine's death to the exit; None keeps answering 503 until stopped.
-        publisher_threads: adapters that are read and laid out at a time; None: one for every four cores, 8 at most.
+        publisher_threads: adapters that are registered at a time, and as many brought back; None: one for every four
+            cores, 8 at most.
 
     Raises: ConfigError: a value is out of range.
     """

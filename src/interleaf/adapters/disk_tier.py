@@ -273,7 +273,7 @@ class DiskTier:
         except FileNotFoundError:
             self._forget(name)
         except OSError:
-            pass  # the order is a little wrong for the other engines
+            pass  # other engines go by the use before: they may delete it sooner
         with self._lock:
             if name in self._files:
                 self._files.move_to_end(name)

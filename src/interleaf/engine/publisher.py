@@ -68,7 +68,7 @@ class Publisher:
     Args:
         run: folder of the sockets and the journal.
         slabs: folder for slabs; what lies there was left by a publisher before.
-        num_threads: adapters that are read and laid out at a time.
+        num_threads: adapters that are read and laid out at a time to be registered, and as many to be brought back.
 
     Raises: ConnectionError: there is no engine.
     """

@@ -195,7 +195,11 @@ OPTIONS: tuple[Option, ...] = (
             "Exit this long after the engine died. By default /health says 503 until stopped.",
         ),
         ("slab_dir", Kind.PATH, "Folder, best one in memory, for adapters on their way to the engine."),
-        ("publisher_threads", Kind.WHOLE, "Adapters that are read and laid out at a time. By default a core in four."),
+        (
+            "publisher_threads",
+            Kind.WHOLE,
+            "Adapters registered at a time, and brought back at a time; by default one for every four cores.",
+        ),
     ),
     *_group(
         "Logs and metrics",

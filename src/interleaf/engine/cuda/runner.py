@@ -316,7 +316,11 @@ class CudaRunner:
 
     def _forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """The model's forward pass, kernel by kernel."""
-        return self._with_memory(*[lambda: self._model.forward(batch, pool)] * 2)
+
+        def compute() -> torch.Tensor:
+            return self._model.forward(batch, pool)
+
+        return self._with_memory(compute, compute)
 
     def _with_memory(
         self, compute: Callable[[], torch.Tensor], without_graphs: Callable[[], torch.Tensor]
