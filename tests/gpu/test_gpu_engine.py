@@ -187,6 +187,26 @@ def test_a_load_that_takes_long_delays_only_its_own_request(folder):
     client.close()
 
 
+def test_a_request_starts_before_its_adapters_copy_has_ended_if_its_step_will_wait_for_it(folder):
+    """The step loop hears of a copy one step late: it is handed over early, and the answer is the same."""
+    asked = SamplingParams(temperature=0, max_tokens=4)
+    expected, _ = answers(build_engine(folder, config()), [([5, 6, 7], asked, "a4")])
+    device = HostDevice()
+    parts = on_host_device(build_engine(folder, config()), device=device, copy_page_s=lambda: 1e-9)
+    client = InProcessClient(parts)
+    client.add_adapter("a4", ADAPTERS["a4"])
+    client.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=40), None)
+    for _ in range(12):  # the pace of steps is known from now on
+        client.poll()
+    device.holds_copies = True
+    id_ = client.submit([5, 6, 7], asked, "a4")
+    tokens = [e.token_id for _ in range(12) for e in client.poll() if isinstance(e, TokenEvent) and e.request_id == id_]
+    assert parts.runner._copier.num_under_way == 1
+    assert tokens == [token for token, _ in expected[0]]
+    device.holds_copies = False
+    client.close()
+
+
 def test_a_load_that_fails_fails_its_own_requests_and_may_be_tried_again(folder):
     """Pages of a failed load are given back by an eviction of an adapter that the device never knew."""
     parts = on_host_device(build_engine(folder, config()))

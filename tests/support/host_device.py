@@ -9,10 +9,15 @@ import torch
 
 
 class HostEvent:
-    """Everything has always happened already; unless it is held back."""
+    """Everything has always happened already; unless it is held back.
+
+    Attributes:
+        num_waits: how often work was made to wait for it.
+    """
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
+        self.num_waits = 0
 
     def record(self) -> None:
         pass
@@ -24,7 +29,7 @@ class HostEvent:
         pass
 
     def wait(self) -> None:
-        pass
+        self.num_waits += 1
 
 
 class HostGraph:

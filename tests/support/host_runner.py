@@ -7,6 +7,7 @@ are the static tensors, so they are read when a step computes and not when it is
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -115,6 +116,7 @@ def on_host_device(
     device: HostDevice | None = None,
     attention: Callable[[PagePool], DeviceAttention] | None = None,
     lora: Callable[[PagePool], Any] | None = None,
+    copy_page_s: Callable[[], float] = lambda: math.inf,
 ) -> EngineParts:
     """An engine on the CPU with the GPU's runner for its own. The scheduler has not planned anything yet."""
     device = device or HostDevice()
@@ -137,6 +139,7 @@ def on_host_device(
         max_pages=parts.geometry.pages_for_tokens(parts.max_model_len) + 1,
         max_graphs=max_graphs,
         swap=HostPages(pool, device.pinned(parts.scheduler.swap.num_slots * parts.geometry.page_bytes).fill_(255)),
+        copy_page_s=copy_page_s,
     )
     old.close()
     engine = Engine(parts.scheduler, runner, lookahead=1 if config.overlap else 0)

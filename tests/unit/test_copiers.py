@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from interleaf.memory.pool import PagePool
 from tests.support.host_device import HostDevice, HostEvent
 
 GEOMETRY = PageGeometry(page_tokens=1, num_layers=1, num_kv_heads=1, head_dim=16, itemsize_bytes=4)
-SOUND, TORN = AdapterUid("sound"), AdapterUid("torn")
+SOUND, LATER, TORN = AdapterUid("sound"), AdapterUid("later"), AdapterUid("torn")
 PAGES = (1, 2, 5)
 """Two runs of neighbours: two copies."""
 
@@ -27,7 +30,7 @@ def image(uid: AdapterUid) -> AdapterImage:
     """Of three pages; of the torn one the last page, and the second copy with it, cannot be had."""
     data = torch.ones(len(PAGES), 1, GEOMETRY.lane_elems)
     layout = PooledLayout((), (None,), len(PAGES), 0)
-    return AdapterImage(layout, data if uid == SOUND else data[:2])
+    return AdapterImage(layout, data if uid != TORN else data[:2])
 
 
 @pytest.fixture
@@ -69,6 +72,53 @@ def test_its_pages_are_not_given_back_while_what_was_begun_still_writes_to_them(
     device.holds_copies = True
     copier.copy(AdapterLoad(TORN, PAGES))
     assert copier.poll() == []
+    device.holds_copies = False
+    assert [report.uid for report in copier.poll()] == [TORN]
+
+
+def test_a_copy_that_will_have_ended_is_reported_once_and_later_steps_wait_for_it(
+    copier: StreamCopier, device: HostDevice
+) -> None:
+    events: list[HostEvent] = []
+    device.event = lambda: events.append(HostEvent(device)) or events[-1]  # type: ignore[func-returns-value, method-assign]
+    device.holds_copies = True
+    copier.copy(AdapterLoad(SOUND, PAGES))
+    copier.copy(AdapterLoad(LATER, (3, 4, 6)))
+    _, first, _, second = events  # what was launched before each copy, and the copy's end
+    assert copier.poll(2) == []
+    assert copier.poll(5) == [LoadReport(SOUND)], "three pages are the first copy's; five do not reach the second's end"
+    assert (first.num_waits, second.num_waits) == (1, 0)
+    assert copier.poll(5) == []
+    assert copier.poll(6) == [LoadReport(LATER)]
+    assert (first.num_waits, second.num_waits) == (1, 1)
+    device.holds_copies = False
+    assert copier.poll() == []
+    assert copier.num_under_way == 0
+
+
+def test_an_image_is_kept_until_its_copy_has_ended_though_it_was_reported(pool: PagePool, device: HostDevice) -> None:
+    images = {SOUND: image(SOUND)}
+    memory = weakref.ref(images[SOUND].data)
+    copier = StreamCopier(pool, images.__getitem__, device)
+    device.holds_copies = True
+    copier.copy(AdapterLoad(SOUND, PAGES))
+    assert copier.poll(3) == [LoadReport(SOUND)]
+    images.clear()  # the host tier may let go of what has been reported
+    gc.collect()
+    assert memory() is not None
+    device.holds_copies = False
+    copier.poll()
+    gc.collect()
+    assert memory() is None
+
+
+def test_what_was_refused_is_not_reported_before_its_end_and_holds_up_nobody(
+    copier: StreamCopier, device: HostDevice
+) -> None:
+    device.holds_copies = True
+    copier.copy(AdapterLoad(TORN, PAGES))
+    copier.copy(AdapterLoad(SOUND, (3, 4, 6)))
+    assert copier.poll(6) == [LoadReport(SOUND)]
     device.holds_copies = False
     assert [report.uid for report in copier.poll()] == [TORN]
 

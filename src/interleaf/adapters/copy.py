@@ -4,7 +4,8 @@ Two orderings must hold around a copy: a step must not read pages before their c
 into recycled pages while a step still reads them. `AdapterCopier` makes plain copies, on the thread that also executes
 steps and in the order of the plans: both hold because that thread does one thing after another. `StreamCopier` copies
 beside the steps: a copy begins after an event that follows all steps launched so far, and is reported, so that steps
-may read the pages, when its own event has passed.
+may read the pages, when its own event has passed; or before, if it will have by the time that the next step begins,
+and that step is made to wait for the event (docs/adr/0019-copies-handed-over-early.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from interleaf.memory.pool import PagePool
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The end of one adapter's copy.
+    """One adapter's copy has ended, or all later steps wait until it has.
 
     Attributes:
         error: why the pages do not hold the adapter; None: later steps may read it.
@@ -90,18 +91,20 @@ class CopyDevice(Protocol):
     def event(self) -> CopyEvent: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _UnderWay:
-    """A copy that has been enqueued; its image is kept until it has ended.
+    """A copy that has been enqueued; its image's memory is kept until it has ended.
 
     Attributes:
         failure: why a part of it was refused. What was enqueued before still writes to the pages.
+        is_reported: it was, ahead of its end.
     """
 
     uid: AdapterUid
     image: AdapterImage
     ended: CopyEvent
     failure: str | None = None
+    is_reported: bool = False
 
 
 class StreamCopier:
@@ -150,13 +153,32 @@ class StreamCopier:
         self._under_way.append(_UnderWay(load.uid, image, ended, failure))
         return None if failure else image.layout
 
-    def poll(self) -> list[LoadReport]:
-        """Copies that have ended since the last call, in order."""
+    def poll(self, soon_pages: int = 0) -> list[LoadReport]:
+        """Copies that have ended since the last call, in order, and those that are about to.
+
+        Args:
+            soon_pages: as many pages of those under way as will have been copied when the next step begins. What is
+                enqueued on the current stream from now on waits for the copies among them, which are reported.
+        """
         reports, self._failed = self._failed, []
         while self._under_way and self._under_way[0].ended.query():
             copy = self._under_way.popleft()
-            reports.append(LoadReport(copy.uid, copy.failure))
+            if not copy.is_reported:
+                reports.append(LoadReport(copy.uid, copy.failure))
+        for copy in self._under_way:
+            soon_pages -= copy.image.layout.pages
+            if soon_pages < 0:
+                break
+            if not copy.is_reported and copy.failure is None:
+                copy.ended.wait()
+                copy.is_reported = True
+                reports.append(LoadReport(copy.uid))
         return reports
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies that have not ended, as far as `poll` has found."""
+        return len(self._under_way) + len(self._failed)
 
     def wait(self) -> bool:
         """Wait for the oldest copy under way. Returns: whether there was one."""

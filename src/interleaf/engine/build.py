@@ -161,7 +161,16 @@ def build_engine(
     num_slots = 0 if config.admission == "conservative" else geometry.pages_for_bytes(config.swap_memory_bytes)
     warm_up = progress and _named("warm-up", progress)
     images = ProbedImages(store.image)
-    runner = _runner(config, transformer, pool, images, max_model_len, num_slots, warm_up)
+    runner = _runner(
+        config,
+        transformer,
+        pool,
+        images,
+        max_model_len,
+        num_slots,
+        lambda: residency.reclaimer.policy.costs.adapter_s,
+        warm_up,
+    )
     rates = find_rates(
         config,
         RateProbe(runner, images),
@@ -268,12 +277,13 @@ def _runner(
     image: Callable[[AdapterUid], AdapterImage],
     max_model_len: int,
     num_swap_slots: int,
+    copy_page_s: Callable[[], float],
     progress: Callable[[int, int], None] | None,
 ) -> Runner:
     if config.device != "cpu":
         from interleaf.engine.cuda.build import build_runner
 
-        return build_runner(config, transformer, pool, image, max_model_len, num_swap_slots, progress)
+        return build_runner(config, transformer, pool, image, max_model_len, num_swap_slots, copy_page_s, progress)
     return TorchRunner(
         model=transformer,
         attention=TorchSdpa(pool, transformer.spec.sliding_window),

@@ -78,6 +78,7 @@ def build_runner(
     image: Callable[[AdapterUid], AdapterImage],
     max_model_len: int,
     num_swap_slots: int,
+    copy_page_s: Callable[[], float],
     progress: Callable[[int, int], None] | None = None,
 ) -> CudaRunner:
     """The runner of one GPU, warmed up.
@@ -86,6 +87,7 @@ def build_runner(
         pool: with the scrap page.
         image: of an adapter in the host tier.
         num_swap_slots: pages that host memory has room for.
+        copy_page_s: seconds that the copy of an adapter's page takes, as far as is known.
         progress: of the warm-up.
 
     Raises: ConfigError: the pool has more tiles than the LoRA kernels can number, or there is no memory to swap to.
@@ -114,6 +116,7 @@ def build_runner(
         max_pages=geometry.pages_for_tokens(max_model_len) + 1,
         max_graphs=config.max_graphs,
         swap=swap,
+        copy_page_s=copy_page_s,
     )
     WarmUp(
         runner,

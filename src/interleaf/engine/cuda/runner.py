@@ -11,6 +11,7 @@ device but `CudaStepHandle.result`, and the engine asks for that only when the n
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from interleaf.core import AdapterUid, PooledLayout, StepPlan, StepResult
 from interleaf.engine.cuda.device import Device, Event, Graph
 from interleaf.engine.cuda.graphs import GraphCache
 from interleaf.engine.cuda.inputs import DeviceInputs, Rows
+from interleaf.engine.cuda.pace import Pace
 from interleaf.engine.cuda.pieces import Pieces, PiecewiseForward
 from interleaf.engine.cuda.staging import Staging
 from interleaf.engine.device_sampler import DeviceSampler, PendingSample, SamplingKind
@@ -69,20 +71,21 @@ class CudaStepHandle:
 
     Args:
         finish: makes the result of what has arrived on the host; called once, after `arrived`.
+        waited: told when waiting for the step began and ended.
     """
 
-    __slots__ = ("_arrived", "_failure", "_finish", "_stats")
+    __slots__ = ("_arrived", "_failure", "_finish", "_waited")
 
     def __init__(
         self,
         arrived: Event | None,
         finish: Callable[[], StepResult],
-        stats: RunnerStats,
+        waited: Callable[[float, float], None] | None = None,
         failure: BaseException | None = None,
     ) -> None:
         self._arrived = arrived
         self._finish = finish
-        self._stats = stats
+        self._waited = waited
         self._failure = failure
 
     def ready(self) -> bool:
@@ -96,7 +99,8 @@ class CudaStepHandle:
         if self._arrived is not None:
             began = time.perf_counter()
             self._arrived.synchronize()
-            self._stats.wait_seconds += time.perf_counter() - began
+            if self._waited is not None:
+                self._waited(began, time.perf_counter())
         return self._finish()
 
 
@@ -109,6 +113,7 @@ class CudaRunner:
         max_pages: pages of the longest sequence.
         max_graphs: captured graphs kept at most; 0 = every step is launched kernel by kernel.
         swap: where plans swap pages to; None: they swap none.
+        copy_page_s: seconds that the copy of an adapter's page takes, as far as is known.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class CudaRunner:
         max_pages: int,
         max_graphs: int,
         swap: HostPages | None = None,
+        copy_page_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._device = device
         self._model = model
@@ -135,6 +141,8 @@ class CudaRunner:
         self._lora = lora
         self._copier = copier
         self._swap = swap
+        self._copy_page_s = copy_page_s
+        self._pace = Pace()
         self._num_seats = num_seats
         self._inputs = DeviceInputs(
             num_seats, pool.geometry.page_tokens, max_pages, pool.num_pages - 1, device.torch_device
@@ -169,16 +177,19 @@ class CudaRunner:
                     return self._launch(plan)
             except BaseException as error:
                 self._failure = error
-                return CudaStepHandle(None, _nothing, self._stats, error)
+                return CudaStepHandle(None, _nothing, failure=error)
             finally:
                 self._stats.launch_seconds += time.perf_counter() - began
         dead = EngineDead(f"step {plan.step} follows a step that failed: {self._failure!r}")
         dead.__cause__ = self._failure
-        return CudaStepHandle(None, _nothing, self._stats, dead)
+        return CudaStepHandle(None, _nothing, failure=dead)
 
     def poll_loads(self) -> list[LoadReport]:
-        """Adapters' copies that have ended since the last call."""
-        return self._copier.poll()
+        """Adapters' copies that have ended since the last call, or will have when the next step can begin."""
+        if not self._copier.num_under_way:
+            return self._copier.poll()
+        with self._device.computing():
+            return self._copier.poll(int(self._pace.left_s / self._copy_page_s()))
 
     def wait_for_load(self) -> bool:
         """Wait for the oldest copy under way. Returns: whether there was one."""
@@ -224,7 +235,7 @@ class CudaRunner:
         self._apply(plan)
         if not plan.num_tokens:
             self._send()
-            return CudaStepHandle(None, _nothing, self._stats)
+            return CudaStepHandle(None, _nothing)
         self._stats.num_steps += 1
         self._stats.num_mixed_steps += bool(plan.chunks)
         if self._graphs is None or plan.chunks:
@@ -408,7 +419,12 @@ class CudaRunner:
             finish = _nothing
         arrived = self._device.event()
         arrived.record()
-        return CudaStepHandle(arrived, finish, self._stats)
+        self._pace.begin(plan.num_tokens, time.perf_counter())
+        return CudaStepHandle(arrived, finish, self._waited)
+
+    def _waited(self, began_s: float, ended_s: float) -> None:
+        self._pace.end(ended_s)
+        self._stats.wait_seconds += ended_s - began_s
 
 
 def _nothing() -> StepResult:
