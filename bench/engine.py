@@ -42,6 +42,9 @@ RECORD = Path(__file__).parents[1] / "docs" / "benchmarks" / "h200" / "engine.js
 _SHARED_IMAGES_BYTES = 60 * 10**9
 """Rows of one set of adapters share their images as long as all of them together take no more host memory."""
 
+_UNTOLD = frozenset({"load_format", "device", "seed", "memory"})
+"""Settings that no name of a row shows; all others make it another row."""
+
 
 @dataclass(slots=True)
 class Session:
@@ -126,6 +129,9 @@ class Session:
         if row.share is not None:
             engine.cap_pool(PLAIN_POOL_BYTES + int(row.share * adapter_bytes))
             memory = f"13GB+{row.share:g}"
+        others = {"limit": row.limit, **row.settings}
+        told = (f"{name}={v}" for name, v in sorted(others.items()) if v is not None and name not in _UNTOLD)
+        memory = ", ".join([memory, *told])
         about = {
             "trace": row.trace_name,
             "model": self.model.stem,

@@ -321,14 +321,17 @@ def test_several_rows_run_on_one_engine_and_every_request_yields_its_length(
 
 
 def test_rows_of_other_settings_get_an_engine_of_their_own(
-    model: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [f"{trace}:none", f"{trace}:s1:max_num_seqs=2", f"{trace}:s1"]
-    assert run(model, *(part for row in rows for part in ("--row", row))) == 0
+    rows = [f"{trace}:none", f"{trace}:s1:max_num_seqs=2", f"{trace}:s1", f"{trace}:s1:limit=3"]
+    out = tmp_path / "out.json"
+    assert run(model, *(part for row in rows for part in ("--row", row)), "--json", out) == 0
+    named = [row["memory"] for row in json.loads(out.read_text())["rows"]]
+    assert len(set(named)) == 3, "they would be recorded as one row"
     printed = capsys.readouterr().out
     assert printed.count("engine of tiny built") == 2
     assert [line.split()[1:3] for line in printed.splitlines() if line.startswith("| eight")] == [
-        ["eight", "|"], ["eight", "|"], ["eight", "|"],
+        ["eight", "|"], ["eight", "|"], ["eight", "|"], ["eight", "|"],
     ]  # fmt: skip
 
 
@@ -341,7 +344,7 @@ def test_a_capped_pool_stays_within_its_cap_and_adapters_come_again(
     assert run(model, "--trace", path, "--adapters", "r16-all", "--pool-adapter-share", 0.3, "--json", out) == 0
     (row,) = json.loads(out.read_text())["rows"]
     (figures,) = row["runs"]
-    assert row["memory"] == "13GB+0.3"
+    assert row["memory"] == "13GB+0.3, max_num_seqs=4"
     assert row["pool_bytes"] <= 40 * 8192 + 0.3 * row["adapter_bytes"]
     assert figures["peak_adapter_pages"] + 1 <= figures["pool_pages"]
     assert figures["pool_pages"] * figures["page_bytes"] == row["pool_bytes"]
