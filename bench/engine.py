@@ -31,6 +31,7 @@ from bench import engine_report as report
 from bench.engine_adapters import HostArena
 from bench.engine_cold import cold_start
 from bench.engine_floor import ModelCosts
+from bench.engine_loading import loading
 from bench.engine_profile import profile
 from bench.engine_rows import Row, adapter_set, asked_for, model_path, parse_row, parse_setting, read_trace, trace_path
 from bench.engine_run import make_requests, measure, warm_up
@@ -215,6 +216,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--max-run", type=float, metavar="SECONDS", help="end a run that takes longer")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="begin no further run then")
     parser.add_argument("--cold-start", type=int, metavar="N", help="first tokens of N cold adapters and warm ones")
+    parser.add_argument(
+        "--loading", type=int, metavar="N", help="windows of N steps, beside copies of adapters and not"
+    )
     parser.add_argument("--profile", type=int, metavar="N", help="where N decode steps and a mixed one spend time")
     parser.add_argument("--profile-rows", type=int, default=256, help="sequences that decode meanwhile")
     parser.add_argument("--profile-adapters", default="1,64,256", help="distinct adapters among them; 0: none")
@@ -229,8 +233,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args = parser.parse_args(arguments)
     if args.record and not args.commit:
         parser.error("--record needs --commit")
-    if not (args.record or args.row or args.plan or args.trace or args.profile or args.cold_start):
-        parser.error("nothing to do: give --trace, --row, --plan, --profile, --cold-start or --record")
+    measures = (args.row, args.plan, args.trace, args.profile, args.cold_start, args.loading)
+    if not (args.record or any(measures)):
+        parser.error("nothing to do: give --trace, --row, --plan, --profile, --cold-start, --loading or --record")
     return args
 
 
@@ -271,11 +276,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     session = Session(model, args, HostArena(pin=args.device != "cpu"))
     try:
         run_rows(session, rows_of(args))
-        if args.cold_start or args.profile:
+        if args.cold_start or args.loading or args.profile:
             engine = session.engine or session.build(settings_of(args))
             engine.cap_pool(None)
             if args.cold_start:
                 session.notes["cold_start"] = cold_start(engine, args.adapters, args.cold_start, session.say)
+            if args.loading:
+                session.notes["loading"] = loading(engine, args.adapters, args.loading, session.say)
             if args.profile:
                 counts = [int(count) for count in args.profile_adapters.split(",")]
                 shape = args.profile_rows, args.profile_context, args.profile

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from interleaf.core import Event, StepPlan, StepResult
+from interleaf.core import AdapterUid, Event, StepPlan, StepResult
 from interleaf.engine.engine import LoadReport, Runner
 from interleaf.memory.allocator import OwnerKind, PageAllocator
 
@@ -42,6 +42,7 @@ class RecordingRunner:
 
     Attributes:
         annotate: called with a plan, gives a context in which the plan is launched; for a profiler's timeline.
+        apart: adapters that the engine's scheduler does not know of; reports of their copies are kept from it.
     """
 
     def __init__(self, runner: Runner, allocator: PageAllocator) -> None:
@@ -49,6 +50,8 @@ class RecordingRunner:
         self._allocator = allocator
         self.log = StepLog()
         self.annotate: Any = None
+        self.apart: set[AdapterUid] = set()
+        self._reports_apart: list[LoadReport] = []
 
     def reset(self) -> StepLog:
         """Forget the steps noted so far. Returns: where the next ones will stand."""
@@ -78,7 +81,21 @@ class RecordingRunner:
 
     def poll_loads(self) -> Iterable[LoadReport]:
         """Copies that have ended since the last call."""
-        return self._runner.poll_loads()
+        reports = self._runner.poll_loads()
+        if not self.apart:
+            return reports
+        reports = list(reports)
+        self._reports_apart += [report for report in reports if report.uid in self.apart]
+        return [report for report in reports if report.uid not in self.apart]
+
+    def launch_apart(self, plan: StepPlan) -> None:
+        """Have a plan without rows executed that is not the scheduler's."""
+        self._runner.launch(plan)
+
+    def take_reports_apart(self) -> list[LoadReport]:
+        """Ends of copies that are not the scheduler's, since the last call."""
+        reports, self._reports_apart = self._reports_apart, []
+        return reports
 
     def close(self) -> None:
         """Release the runner."""

@@ -127,13 +127,19 @@ class BenchEngine:
 
         Of a pool that is split (`memory_split`) the sequences' part shrinks.
         """
+        surplus = 0
+        if num_bytes is not None:
+            surplus = self.parts.allocator.num_pages - self.parts.geometry.pages_for_bytes(num_bytes)
+        self.hold(max(0, surplus))
+
+    def hold(self, num_pages: int) -> tuple[int, ...]:
+        """Hold so many pages back, instead of those held back before. Returns: which."""
         allocator = self.parts.allocator.sequences
         allocator.free(self._held, _HELD)
         self._held = ()
-        if num_bytes is not None:
-            surplus = self.parts.allocator.num_pages - self.parts.geometry.pages_for_bytes(num_bytes)
-            if surplus > 0:
-                self._held = allocator.alloc(surplus, _HELD)
+        if num_pages:
+            self._held = tuple(allocator.alloc(num_pages, _HELD))
+        return self._held
 
     def counters(self) -> dict[str, float]:
         """Running totals of runner, residency and scheduler. What one of them does not count is 0."""

@@ -1,6 +1,7 @@
 """What loading adapters costs those who wait for tokens: step times with and without a publisher at work.
 
-    python -m bench.publish [--loads-per-s N] [--rank N] [--batch N] [--tokens N] [--rounds N] [--json PATH]
+    python -m bench.publish [--loads-per-s N] [--rank N] [--batch N] [--tokens N] [--rounds N]
+        [--settings JSON] [--json PATH]
 
 SmolLM2 decodes a steady batch. In half of the windows the publisher, a process as `interleaf serve` starts it, is asked
 for ten adapters of 20 MB a second, each read from its folder, checked, digested, laid out and registered; names are
@@ -75,7 +76,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Round]:
     """Run engine, publisher and driver, and put the engine's times into the driver's windows."""
     run, slabs = folder / "run", Path(tempfile.mkdtemp(prefix="interleaf-", dir=args.slab_dir))
     run.mkdir()
-    config = EngineConfig(memory=args.memory, max_num_seqs=args.batch, adapter_host_memory=args.host_memory)
+    own = {"memory": args.memory, "max_num_seqs": args.batch, "adapter_host_memory": args.host_memory}
+    config = EngineConfig(**own | json.loads(args.settings))
     boot = Boot(str(run), str(slabs), model=str(args.model), config=config)
     try:
         server = EngineServer(str(args.model), boot, Endpoint(str(run / ENGINE_SOCKET)))
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--memory", default="512MiB")
     parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--settings", default="{}", help='of the engine, as JSON; for a GPU: \'{"device": "cuda"}\'')
     parser.add_argument("--slab-dir", default="/dev/shm")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)

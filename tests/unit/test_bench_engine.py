@@ -12,6 +12,7 @@ from bench import engine as bench
 from bench.engine_adapters import HostArena
 from bench.engine_cold import cold_start
 from bench.engine_floor import ModelCosts, step_costs, total_floor_s
+from bench.engine_loading import loading
 from bench.engine_log import EventLog, StepLog
 from bench.engine_profile import group_of, profile, read_steps, steps_of, summarise
 from bench.engine_report import RECORDED, record
@@ -562,6 +563,18 @@ def test_a_cold_adapter_is_compared_with_itself_warm(engine: BenchEngine) -> Non
     loads = [load.uid for plan in engine.recording.log.plans for load in plan.load]
     assert len(loads) == len(set(loads)) == 3  # one to warm up; each of the two once, for its cold request
     assert result["image_bytes"] >= 2 * 224 * 8 * 4
+    assert engine.parts.allocator.num_free_pages == engine.parts.allocator.num_pages
+
+
+def test_copies_beside_a_batch_are_counted_and_everything_is_given_back(engine: BenchEngine) -> None:
+    said: list[str] = []
+    result = loading(engine, "s1", 6, said.append, rows=3, context_tokens=4, rounds=2, under_way=2)
+    assert len(said) == 1
+    assert result["bytes_per_s"] > 0
+    assert (
+        result["image_bytes"] == engine.images.layout_for(adapter_set("s1"), 0).pages * engine.parts.geometry.page_bytes
+    )
+    assert not any(plan.load for plan in engine.recording.log.plans), "the scheduler's own plans hold none"
     assert engine.parts.allocator.num_free_pages == engine.parts.allocator.num_pages
 
 
