@@ -189,19 +189,25 @@ def test_moved_page_lists_and_recut_layouts_leave_no_stale_place_behind(monkeypa
     assert book._residents.pages.numel() > 256
 
 
-def test_warming_runs_every_launch_of_the_steps_to_come_and_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("ranks", [(16, 3), (64, 8), (5, 100)])
+def test_warming_runs_every_launch_of_whatever_adapters_come_and_changes_nothing(monkeypatch, ranks):
     pool = large_pages()
-    adapters = [pool.all_ranks(r, (Module.V, Module.DOWN)) for r in (16, 3)]
     book = pool.book()
     assert book.warm(pool.data) == 0
-    for adapter in adapters:
-        book.add(id(adapter), adapter.layout, adapter.pages)
+    for rank in (8, 16, 128):
+        cut = pool.all_ranks(rank)
+        book.add(id(cut), cut.layout, cut.pages)
     before = pool.data.clone()
     warmed = set()
     with monkeypatch.context() as patched:
         add = PagedLaunch.add
         patched.setattr(PagedLaunch, "add", lambda self, *a: (warmed.add(self.shape), add(self, *a)))
         assert book.warm(pool.data) == len(warmed)
+    adapters = [pool.all_ranks(r, (Module.V, Module.DOWN)) for r in ranks]
+    book = pool.book()
+    for adapter in adapters:
+        before[list(adapter.pages)] = pool.data[list(adapter.pages)]
+        book.add(id(adapter), adapter.layout, adapter.pages)
     assert torch.equal(pool.data.nan_to_num(7.5), before.nan_to_num(7.5))
     for count in (1, 2, 30, 64):
         for graph in (True, False):

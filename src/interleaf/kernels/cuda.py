@@ -8,8 +8,11 @@ launch before it, and the launch after it would not wait for that one any more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +20,18 @@ from interleaf.core import LoraGroup
 from interleaf.kernels.launch_shapes import LaunchShape
 from interleaf.kernels.records import PoolTiles
 from interleaf.kernels.work import GroupRuns
+
+_COMPILERS = 8
+"""Threads: most of a compilation runs outside of Python."""
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within, `PagedLaunch.compile` only begins to compile, side by side with others; all have ended afterwards."""
+    import triton
+
+    with ThreadPoolExecutor(_COMPILERS, "triton") as threads, triton.AsyncCompileMode(threads):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +82,26 @@ class PagedLaunch:
 
     def add(self, x: Tensor, y: Tensor, pool: Tensor, first: int) -> None:
         """Do it for the layer whose lane in page 0 starts at element `first`."""
-        from interleaf.kernels import mbgmm, mbgmv
-
         if y.stride(1) != 1:
             raise ValueError(f"y must have its columns side by side, got strides {y.stride()}")
+        kernel, arguments = self._kernel(x, y, pool, first)
+        kernel[(len(self._records),)](*arguments, **self._constants, **self._options)
+
+    def compile(self, x: Tensor, y: Tensor, pool: Tensor) -> None:
+        """Have what `add` launches compiled, or read from Triton's cache; launch nothing."""
+        kernel, arguments = self._kernel(x, y, pool, 0)
+        kernel.warmup(*arguments, grid=(len(self._records),), **self._constants, **self._options)
+
+    def _kernel(self, x: Tensor, y: Tensor, pool: Tensor, first: int) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel and its arguments, but for constants."""
+        from interleaf.kernels import mbgmm, mbgmv
+
         module = mbgmv if self.shape.form.vector else mbgmm
-        tables = self._tables
+        tables, layer_tiles = self._tables, first // self._constants["TILE"]
         where = (pool, tables.pages, tables.rows)
-        layer_tiles = first // self._constants["TILE"]
-        grid = (len(self._records),)
         if self.shape.expand:
-            module.expand[grid](
-                self._records, tables.v, *where, y, y.stride(0), layer_tiles, **self._constants, **self._options
-            )
-        else:
-            module.shrink[grid](
-                self._records, x, x.stride(0), *where, tables.v, layer_tiles, **self._constants, **self._options
-            )
+            return module.expand, (self._records, tables.v, *where, y, y.stride(0), layer_tiles)
+        return module.shrink, (self._records, x, x.stride(0), *where, tables.v, layer_tiles)
 
 
 @dataclass(frozen=True, slots=True)

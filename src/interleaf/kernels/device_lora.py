@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from interleaf.core import STACK_ROWS, LoraGroup, PooledLayout
-from interleaf.kernels.cuda import DeviceTables, PagedLaunch, Place, paged_layers
+from interleaf.core import LoraGroup, PooledLayout
+from interleaf.kernels.cuda import DeviceTables, PagedLaunch, Place, compiling, paged_layers
 from interleaf.kernels.forms import all_pairs, choose_forms
-from interleaf.kernels.launch_shapes import LaunchShape, launch_shapes, widest
+from interleaf.kernels.launch_shapes import all_shapes, launch_shapes, widest
 from interleaf.kernels.layouts import Field, Longs, Pair
 from interleaf.kernels.moulds import Mould, Moulds
 from interleaf.kernels.records import RECORD_INTS
@@ -143,27 +143,31 @@ class DeviceLora:
         return step
 
     def warm(self, pool: torch.Tensor) -> int:
-        """Compile, or load from Triton's cache, every launch that steps may need while no other layouts come.
+        """Compile, or load from Triton's cache, every launch that any adapters may need.
 
-        Runs each once on a record without rows. Args: pool: its dtype is that of all steps.
+        Runs each once on a record without rows. To be called while adapters of ranks 8, 16 and 128 on all modules are
+        known, as far as the pool can hold such.
+
+        Args: pool: its dtype is that of all steps.
         Returns: how many there are; none without an adapter.
         """
         if not self._residents.has_layouts:
             return 0
         layouts = self._residents.layouts()
-        shapes: set[LaunchShape] = set()
-        for pair in all_pairs(layouts.highest > STACK_ROWS):
-            for of_batch in launch_shapes(layouts.fields(pair), pair):
-                shapes.update(of_batch)
         zeros = torch.zeros(1, RECORD_INTS, dtype=torch.int32, device=self._device)
         v = torch.zeros(RECORD_INTS, dtype=torch.float32, device=self._device)
         tables = DeviceTables(records=zeros, rows=zeros.view(-1), pages=self._residents.pages, v=v)
-        row = torch.zeros(
-            1, layouts.fields(pair)[..., [Field.IN, Field.OUT]].max(), dtype=pool.dtype, device=pool.device
-        )
-        for shape in shapes:
-            PagedLaunch(shape, self._residents.pool, tables, 0, 1).add(row, row, pool, 0)
-        return len(shapes)
+        widest = layouts.fields(all_pairs(False)[0])[..., [Field.IN, Field.OUT]].max()
+        row = torch.zeros(1, widest, dtype=pool.dtype, device=pool.device)
+        shapes = all_shapes(layouts.fields)
+        launches = [PagedLaunch(shape, self._residents.pool, tables, 0, 1) for shape in shapes]
+        if pool.is_cuda:
+            with compiling():
+                for launch in launches:
+                    launch.compile(row, row, pool)
+        for launch in launches:
+            launch.add(row, row, pool, 0)
+        return len(launches)
 
     def fill(self, tables: StepTables, table: StepTable) -> None:
         """See LoraStep.upload."""

@@ -1,17 +1,18 @@
 """What launches are compiled for. Knows forms and what layouts ask of them; launches nothing.
 
-Shapes come from all layouts in the pool and not from those of a step, so that few are met, and all of them can be
-compiled before the first step.
+Shapes come from all layouts in the pool and not from those of a step, so that few are met; and there are so few that
+all can be compiled before the first step, whatever adapters come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from interleaf.kernels.forms import Form
+from interleaf.core import STACK_ROWS
+from interleaf.kernels.forms import Form, all_pairs
 from interleaf.kernels.layouts import Field, Longs, Pair
-from interleaf.kernels.records import rank_class
+from interleaf.kernels.records import RANK_CLASSES, rank_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,33 @@ class LaunchShape:
     splits: int
     highest: int
     plain: bool
+
+
+def all_shapes(fields: Callable[[Pair], Longs]) -> set[LaunchShape]:
+    """Everything that launches may be compiled for, whatever the ranks of each module.
+
+    Args:
+        fields: of layouts whose A are cut in as many ways as there are: all modules of rank 8, of 16 and of 128.
+    """
+    found: set[LaunchShape] = set()
+    for high in (False, True):
+        for shrink, expand in all_pairs(high):
+            highest = max(RANK_CLASSES) if high or expand.vector else STACK_ROWS
+            classes = {rank_class(rank, expand.vector) for rank in RANK_CLASSES if rank <= highest}
+            splits = {
+                1 << max(0, n - 1).bit_length()
+                for n in fields((shrink, expand))[..., Field.SPLITS].ravel().tolist()
+                if n
+            }
+            for is_plain in (True, False):
+                if is_plain or not shrink.vector:
+                    found.add(LaunchShape(shrink, False, 1, 0, is_plain))
+                if expand.vector:
+                    plain_too = classes if is_plain else set()
+                else:  # pieces of ranks above 64 are looked up, never plain
+                    plain_too = classes - {RANK_CLASSES[-1]} if is_plain else classes
+                found.update(LaunchShape(expand, True, n, c, is_plain) for n in splits for c in plain_too)
+    return found
 
 
 def launch_shapes(fields: Longs, pair: Pair) -> tuple[list[LaunchShape], list[LaunchShape]]:

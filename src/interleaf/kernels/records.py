@@ -38,10 +38,13 @@ _PLAIN = 0
 
 Ints = npt.NDArray[np.int32]
 
+RANK_CLASSES = (8, 16, 32, 64, 128)
+"""128 is any rank above 64."""
+
 
 def rank_class(rank: int, vector: bool) -> int:
-    """The class of rank whose shape a program of the expand has: the rank, rounded up; 128 is any above 64."""
-    return next((c for c in (8, 16, 32, 64) if rank <= c and (vector or c > 8)), 128)
+    """The class of rank whose shape a program of the expand has: the rank, rounded up."""
+    return next((c for c in RANK_CLASSES[:-1] if rank <= c and (vector or c > 8)), RANK_CLASSES[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ class CudaRunner:
             self._sampler.warm_up(self._model.dtype)
 
     def warm_lora(self) -> None:
-        """Compile and load every LoRA launch that the adapters known now can need."""
+        """Compile and load every LoRA launch that any adapters can need (see `DeviceLora.warm`)."""
         with torch.inference_mode(), self._device.computing():
             self._lora.warm(self._pool.data)
 

@@ -17,6 +17,9 @@ from interleaf.parallel.shard import Shard
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4)
 _RANKS = (16, 64)
+"""Of adapters with which steps are made up."""
+_CUT_RANKS = (8, 16, 128)
+"""Of adapters that are cut into pieces in all ways that there are (`DeviceLora.warm`)."""
 _ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
 _PROMPT_TOKENS = 256
 _MIXED_ROWS = 64
@@ -72,22 +75,28 @@ class WarmUp:
             _MIXED_ROWS, 1 + min(self._num_seats, self._max_model_len - 1) * bool(capacities), _MIXED_ROWS
         ):
             yield lambda n=rows: self._mixed(n)  # type: ignore[misc]
+        yield self._lora_kernels
         for rank in _RANKS:
-            uids = self._adapters(rank)
+            uids = self._adapters(rank, self._num_seats)
             if uids:
-                yield self._runner.warm_lora
                 yield lambda u=uids: self._prefill(u)  # type: ignore[misc]
                 for each in _ROWS_PER_ADAPTER:
                     yield lambda u=uids, e=each: self._decode(self._num_seats, u, _GREEDY, e)  # type: ignore[misc]
                 yield lambda u=uids: self._runner.forget_adapters(u)  # type: ignore[misc]
 
-    def _adapters(self, rank: int) -> list[AdapterUid]:
-        """As many adapters of that rank, in all modules, as there are seats. They share pages, all of zeros."""
+    def _lora_kernels(self) -> None:
+        """All kernels, for whatever adapters come: a rank that is met for the first time must hold up no step."""
+        uids = [uid for rank in _CUT_RANKS for uid in self._adapters(rank, 1)]
+        self._runner.warm_lora()
+        self._runner.forget_adapters(uids)
+
+    def _adapters(self, rank: int, count: int) -> list[AdapterUid]:
+        """So many adapters of that rank, in all modules. They share pages, all of zeros; none if those are too few."""
         ranks = {(layer, module): rank for layer in range(self._geometry.num_layers) for module in Module}
         layout = layout_of(ranks, self._shard, self._geometry, StreamOrder.TILES)
         if layout.pages > self._num_pages:
             return []
-        uids = [AdapterUid(f"warm-up {rank} {i}") for i in range(self._num_seats)]
+        uids = [AdapterUid(f"warm-up {rank} {i}") for i in range(count)]
         self._runner.know_adapters(dict.fromkeys(uids, (layout, range(layout.pages))))
         return uids
 
