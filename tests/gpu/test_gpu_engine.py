@@ -263,7 +263,8 @@ def test_a_step_for_which_memory_is_short_takes_that_of_the_graphs_and_gives_the
     expected, _ = answers(build_engine(folder, config()), wanted)
     device = HostDevice()
     parts = on_host_device(build_engine(folder, config()), device=device)
-    graphs, model, launched = parts.runner._graphs, parts.runner._model, parts.runner._forward
+    steps, model = parts.runner._forward, parts.runner._model
+    graphs, launched = steps._graphs, steps._kernel_by_kernel
     compute, eager, held = model.forward, [], []
 
     def forward(*batch):
@@ -280,7 +281,7 @@ def test_a_step_for_which_memory_is_short_takes_that_of_the_graphs_and_gives_the
         finally:
             eager.clear()
 
-    model.forward, parts.runner._forward = forward, kernel_by_kernel
+    model.forward, steps._kernel_by_kernel = forward, kernel_by_kernel
     found, _ = answers(parts, wanted)
     assert_same(found, expected)
     assert device.num_reclaims == len(held) > 1  # others were captured after the first had been given up
@@ -293,7 +294,8 @@ def test_a_step_in_pieces_for_which_memory_is_short_does_the_same(folder):
     expected, _ = answers(build_engine(folder, config()), wanted)
     device = HostDevice()
     parts = on_host_device(build_engine(folder, config()), device=device)
-    pieces, graphs = parts.runner._pieces, (parts.runner._graphs, parts.runner._mixed_graphs)
+    steps = parts.runner._forward
+    pieces, graphs = steps._pieces, (steps._graphs, steps._mixed_graphs)
     compute, held = pieces.run, []
 
     def run(*args):
@@ -329,8 +331,8 @@ def test_graphs_that_end_with_logits_leave_them_in_one_place(folder):
     parts = on_host_device(build_engine(folder, config()))
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
     answers(parts, [([3 + i] * 4, params, None) for i in range(6)])
-    assert any(key[2] is SamplingKind.OUTSIDE for key in parts.runner._graphs._graphs)
-    assert parts.runner._outside.shape == (6, VOCAB)
+    assert any(key[2] is SamplingKind.OUTSIDE for key in parts.runner._forward._graphs._graphs)
+    assert parts.runner._forward._outside.shape == (6, VOCAB)
 
 
 def test_a_failed_step_fails_every_later_one(folder):
