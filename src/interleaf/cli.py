@@ -13,9 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand
 
 from interleaf.errors import ConfigError, InterleafError
-from interleaf.server.options import OPTIONS, Kind, shown_default
+from interleaf.server.help_page import help_lines
+from interleaf.server.options import OPTIONS, Kind
 
 app = typer.Typer(
     help="Serve thousands of LoRA adapters from one base model.",
@@ -26,9 +28,29 @@ app = typer.Typer(
 adapters_app = typer.Typer(help="Look at adapters.", no_args_is_help=True)
 app.add_typer(adapters_app, name="adapters")
 
+_HELP_WIDTH = 100
+"""Columns of `serve --help` at most: longer lines are hard to read."""
+
+
+def _whole(text: Any) -> Any:
+    """A whole number; any other text is left to those who know the limits, and refuse it with them."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _real(text: Any) -> Any:
+    """A number; likewise."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or a config.json.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-PageTokens = Annotated[int, typer.Option(help="Tokens of KV cache in a page.")]
+PageTokens = Annotated[int, typer.Option(help="Tokens of KV cache in a page.", parser=_whole, metavar="N")]
 LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).")]
 
 
@@ -45,14 +67,22 @@ def generate(
         typer.Option(help="Who answers: adapter names, or `base`. By default the base model and every adapter."),
     ] = None,
     chat: Annotated[bool, typer.Option(help="Put each prompt through the model's chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 chooses the most probable token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that sum to this.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes the draw repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.", parser=_whole, metavar="N")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0 chooses the most probable token.", parser=_real, metavar="NUMBER")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the most probable tokens that sum to this.", parser=_real, metavar="NUMBER")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.", parser=_whole, metavar="N")
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes the draw repeatable.", parser=_whole, metavar="N")] = None,
     memory: Annotated[str, typer.Option(help="Budget of the page pool, such as 1GiB.")] = "1GiB",
     page_tokens: PageTokens = 16,
-    max_model_len: Annotated[int | None, typer.Option(help="Prompt and output tokens at most.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Prompt and output tokens at most.", parser=_whole, metavar="N")
+    ] = None,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
 ) -> None:
@@ -97,7 +127,8 @@ def _serve(**given: Any) -> None:
 
     On this machine only:
 
-    interleaf serve models/SmolLM2-135M-Instruct.Q4_1.gguf --adapter pirate=examples/adapters/pirate
+        interleaf serve models/SmolLM2-135M-Instruct.Q4_1.gguf \\
+            --adapter pirate=examples/adapters/pirate
 
     To others: set INTERLEAF_API_KEY, and --host 0.0.0.0.
 
@@ -111,12 +142,13 @@ def _serve(**given: Any) -> None:
         settings = load_settings(given, os.environ, given.pop("config"))
 
         with _packages_of_the_server():  # slow to import: after what may be wrong with the settings
-            from interleaf.server.logs import configure_logging
+            from interleaf.server.host_memory import host_memory_bytes, host_memory_warnings
+            from interleaf.server.logs import configure_logging, log_fields
             from interleaf.server.start import serve, warnings
 
         configure_logging(settings.server.log_format, settings.server.log_level)
         logger = logging.getLogger("interleaf")
-        for warning in warnings(settings.server):
+        for warning in [*warnings(settings.server), *host_memory_warnings(settings.engine, host_memory_bytes())]:
             logger.warning(warning)
         progress = loading.enter_context(_progress())
 
@@ -125,45 +157,45 @@ def _serve(**given: Any) -> None:
             logger.info("ready: %s answers at %s/v1, adapters by their names", settings.server.name, url)
 
         code = serve(settings, progress, ready)
+        logger.info("stopped", extra=log_fields(exit_code=code))
     raise typer.Exit(code)
 
 
 def _serve_signature() -> inspect.Signature:
-    """The parameters of `serve`: one for each setting, all optional, so that what is not given can be told apart."""
-    file = typer.Option(help="A TOML file with settings.", metavar="FILE", rich_help_panel="Model")
-    parameters = [
-        inspect.Parameter(
-            "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, file]
-        )
-    ]
+    """The parameters of `serve`: one for each setting, all optional, so that what is not given can be told apart.
+
+    Numbers are taken as texts: what is none is refused where the setting's limits are known.
+    """
+    annotations: dict[str, Any] = {"config": Annotated[str | None, typer.Option()]}
     for option in OPTIONS:
-        default = shown_default(option)
-        text = option.help + (f" [default: {default}]" if default else "")
-        kind: Any
         if option.name == "model":
-            hint: Any = typer.Argument(help=text, metavar="MODEL", show_default=False)
-            kind = str | None
+            annotations[option.name] = Annotated[str | None, typer.Argument()]
         elif option.kind is Kind.SWITCH:
-            hint = typer.Option(
-                f"{option.flag}/--no-{option.flag[2:]}", help=text, rich_help_panel=option.group, show_default=False
-            )
-            kind = bool | None
+            annotations[option.name] = Annotated[bool | None, typer.Option(option.flags.replace(" ", ""))]
+        elif option.kind.is_many:
+            annotations[option.name] = Annotated[list[str] | None, typer.Option(option.flag)]
         else:
-            metavar = option.kind.value.removesuffix(" ...")
-            hint = typer.Option(
-                option.flag, help=text, metavar=metavar, rich_help_panel=option.group, show_default=False
-            )
-            scalar = {Kind.WHOLE: int, Kind.SECONDS: float}.get(option.kind, str)
-            kind = (list[str] if option.kind.is_many else scalar) | None
-        annotation = Annotated[kind, hint]
-        parameters.append(
-            inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
-    return inspect.Signature(parameters)
+            annotations[option.name] = Annotated[str | None, typer.Option(option.flag)]
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in annotations.items()
+        ]
+    )
+
+
+class _Serve(TyperCommand):
+    """`serve`, with a page of help that shows every name whole, which the library's tables do not."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See Typer; as there, the page is printed, and the formatter left empty."""
+        console = Console(highlight=False, soft_wrap=True)
+        for line, is_heading in help_lines(inspect.getdoc(_serve) or "", min(console.width, _HELP_WIDTH)):
+            console.print(line, style="bold" if is_heading else None, markup=False)
 
 
 _serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]
-app.command("serve")(_serve)
+app.command("serve", cls=_Serve)(_serve)
 
 
 @adapters_app.command("check")

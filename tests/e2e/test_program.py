@@ -50,3 +50,10 @@ def test_counts_are_everybodys_and_outlive_the_process_that_counted(folder: Path
         eventually(lambda: len(set(api_processes(program)) - set(before)) == 2)
         assert [sample(program.url, "generation_tokens_total") for _ in range(8)] == [REQUESTS * TOKENS] * 8
         assert sample(program.url, "num_requests_running") == 0
+    said = [line.split(" ", 2)[2].strip() for line in program.log]
+    for number in (1, 2):
+        (begun,) = [text for text in said if text.startswith("stopping") and f"process=api-{number} " in text]
+        assert begun.endswith("open_requests=0 drain_timeout_s=30.0")
+        (ended,) = [text for text in said if text.startswith("drained") and f"process=api-{number} " in text]
+        assert said.index(begun) < said.index(ended)
+    assert said[-1] == "stopped exit_code=0"

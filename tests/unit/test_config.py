@@ -1,20 +1,32 @@
 """Settings: defaults, limits, and the name of whatever is wrong."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from interleaf.config import EngineConfig, parse_bytes
 from interleaf.errors import ConfigError
+from interleaf.server.host_memory import host_memory_bytes, host_memory_warnings
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1GiB", 1024**3), ("2GB", 2 * 10**9), ("1.5 MiB", 3 * 2**19), ("512", 512), ("7b", 7), (4096, 4096)],
+    [
+        ("1GiB", 1024**3),
+        ("2GB", 2 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("4.1GB", 41 * 10**8),
+        ("512", 512),
+        ("7b", 7),
+        (4096, 4096),
+    ],
 )
 def test_sizes_are_read_in_powers_of_1024_and_of_1000(text: str | int, expected: int) -> None:
     assert parse_bytes("memory", text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "big", "1 parsec", "-1GiB", 0, -5, True, "0", "nan"])
+@pytest.mark.parametrize("text", ["", "big", "1 parsec", "-1GiB", 0, -5, True, "0", "nan", "1.5", "0.2b", 1.5, None])
 def test_what_is_no_size_is_refused_by_name_and_value(text: str | int) -> None:
     with pytest.raises(ConfigError, match="memory must be") as caught:
         parse_bytes("memory", text)
@@ -44,15 +56,18 @@ def test_an_unknown_setting_is_refused_and_the_nearest_known_one_named() -> None
         ({"page_tokens": 16.0}, "page_tokens must be one of .*, got 16.0"),
         ({"max_num_seqs": 2**40}, "max_num_seqs must be a whole number from 1 to 65536"),
         ({"overlap": "no"}, "overlap must be true or false, got 'no'"),
-        ({"seed": "x"}, "seed must be a whole number, got 'x'"),
-        ({"memory": "1" + "0" * 400}, "memory is beyond every machine"),
+        ({"seed": "x"}, "seed must be a whole number from .*, got 'x'"),
         ({"max_num_seqs": 600}, "max_batch_tokens=512 is below max_num_seqs=600"),
         ({"memory": "lots"}, "memory must be a size"),
-        ({"memory": 0}, "memory must be a positive number of bytes, got 0"),
         ({"memory": 0.9}, "memory=0.9: a share of the memory is for a GPU, and device is 'cpu'"),
         ({"memory": "0.9"}, "memory=0.9: a share of the memory is for a GPU"),
-        ({"swap_memory": -1}, "swap_memory must be a positive number of bytes, got -1"),
-        ({"swap_memory": False}, "swap_memory must be a positive number of bytes, got False"),
+        ({"load_timeout": 0}, "load_timeout must be a number of seconds over 0, at most 86400, got 0"),
+        ({"load_timeout": "soon"}, "load_timeout must be a number of seconds over 0, at most 86400, got 'soon'"),
+        ({"memory_split": 1.0}, "memory_split must be a share between 0 and 1, excluding both, got 1.0"),
+        ({"memory_split": "half"}, "memory_split must be a share between 0 and 1, excluding both, got 'half'"),
+        ({"adapter_disk_dir": ""}, "adapter_disk_dir must be a folder, got ''"),
+        ({"seed": 2**63}, "seed must be a whole number from -9223372036854775807 to 9223372036854775807, got 9223"),
+        ({"prefill_rate": 0}, "prefill_rate must be a whole number from 1 to 1099511627776, got 0"),
     ],
 )
 def test_every_setting_names_its_limit_and_the_value(settings: dict[str, object], message: str) -> None:
@@ -71,3 +86,66 @@ def test_swap_memory_may_be_nothing_and_is_so_where_the_pool_is_in_the_host_s_me
 def test_memory_is_kept_in_bytes() -> None:
     config = EngineConfig(memory="64MiB", adapter_host_memory=1000)
     assert (config.memory_bytes, config.adapter_host_memory_bytes) == (64 * 2**20, 1000)
+
+
+SIZES = ("memory", "adapter_host_memory", "adapter_disk_memory", "swap_memory", "copy_rate")
+LIMIT = 'a size such as "512MiB" or "2GB", over 0 and at most 1024TiB'
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [-1, "-1", "-2GiB", "lots", "", "1.5", False, 2**50 + 1, "2048TiB", "1" + "0" * 400])
+def test_every_size_names_itself_its_limit_and_the_value(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_mapping({"adapter_disk_dir": "folder", name: value})
+    none, share = ("0 for none, or " if name == "swap_memory" else "", "")
+    if name == "memory":
+        share = ", or on a GPU a share between 0 and 1, excluding both"
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be {none}{LIMIT}{share}, got {str(repr(value))[:50]}")
+    assert len(message) < 250, "a value of hundreds of digits is not repeated whole"
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_of_nothing_is_for_swapping_only(name: str) -> None:
+    for nothing in (0, "0", "0GiB"):
+        settings = {"adapter_disk_dir": "folder", name: nothing}
+        if name == "swap_memory":
+            assert EngineConfig.from_mapping(settings).swap_memory_bytes == 0
+        else:
+            with pytest.raises(ConfigError, match=f"{name} must be a size .*over 0"):
+                EngineConfig.from_mapping(settings)
+
+
+def test_a_budget_without_the_folder_that_it_limits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adapter_disk_memory=1073741824 without adapter_disk_dir"):
+        EngineConfig(adapter_disk_memory="1GiB")
+    assert EngineConfig(adapter_disk_dir="folder").adapter_disk_memory_bytes == 16 * 2**30
+    assert EngineConfig(adapter_disk_dir="folder", adapter_disk_memory="1GiB").adapter_disk_memory_bytes == 2**30
+    assert EngineConfig().adapter_disk_memory_bytes == 0
+
+
+def test_loads_ahead_of_need_are_among_all_loads() -> None:
+    with pytest.raises(ConfigError, match="prefetch_loads=5 is over max_loads=4"):
+        EngineConfig(max_loads=4, prefetch_loads=5)
+    with pytest.raises(ConfigError, match="prefetch_loads=33 is over max_loads=32"):
+        EngineConfig(prefetch_loads=33)
+    assert EngineConfig(max_loads=4, prefetch_loads=4).prefetch_loads == 4
+    found = {max_loads: EngineConfig(max_loads=max_loads).prefetch_loads for max_loads in (1, 8, 32)}
+    assert found == {1: 1, 8: 8, 32: 8}, "who sets only max_loads contradicts nothing"
+
+
+@pytest.mark.parametrize("settings", [{}, {"device": "cuda"}, {"adapter_disk_dir": "d", "max_loads": 2, "seed": 3}])
+def test_a_configuration_made_again_of_its_own_values_is_the_same(settings: dict[str, Any]) -> None:
+    config = EngineConfig(**settings)
+    assert dataclasses.replace(config) == config
+
+
+def test_a_budget_over_the_machine_s_memory_is_a_warning_that_names_both() -> None:
+    assert host_memory_bytes() > 2**20
+    config = EngineConfig(memory="3GiB", adapter_host_memory="900TiB", swap_memory=2**31 + 1)
+    (adapters,) = host_memory_warnings(config, 2**32)
+    assert adapters.startswith("adapter_host_memory=900TiB is more than the 4.0GiB of memory")
+    over = [line.partition("=")[0] for line in host_memory_warnings(config, 2**31)]
+    assert sorted(over) == ["adapter_host_memory", "memory", "swap_memory"]
+    on_gpu = EngineConfig(device="cuda", memory="80GB", adapter_host_memory="1GiB", swap_memory=0)
+    assert host_memory_warnings(on_gpu, 2**31) == [], "a GPU's pool is in its own memory"

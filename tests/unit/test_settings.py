@@ -111,10 +111,20 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path, text: st
     ("variable", "text", "message"),
     [
         ("INTERLEAF_PROT", "1", r"unknown setting 'INTERLEAF_PROT'; did you mean 'INTERLEAF_PORT'\?"),
-        ("INTERLEAF_PORT", "many", "INTERLEAF_PORT must be a whole number, got 'many'"),
+        ("INTERLEAF_PORT", "many", r"port must be a whole number from 0 to 65535, got 'many' \(from INTERLEAF_PORT\)"),
+        (
+            "INTERLEAF_SEED",
+            "9" * 5000,
+            r"seed must be a whole number from .*, got '9{59}\.\.\. \(from INTERLEAF_SEED\)",
+        ),
+        ("INTERLEAF_MAX_LOADS", "2.5", "max_loads must be a whole number from 1 to 4096, got '2.5'"),
         ("INTERLEAF_PORT", "70000", r"port must be .*, got 70000 \(from INTERLEAF_PORT\)"),
-        ("INTERLEAF_ALLOW_RUNTIME_LOADING", "maybe", "must be true or false, got 'maybe'"),
-        ("INTERLEAF_EXIT_AFTER", "soon", "must be a number of seconds, got 'soon'"),
+        (
+            "INTERLEAF_ALLOW_RUNTIME_LOADING",
+            "maybe",
+            r"allow_runtime_loading must be true or false, got 'maybe' \(from",
+        ),
+        ("INTERLEAF_EXIT_AFTER", "soon", "exit_after must be a number of seconds from 0 to 86400, got 'soon'"),
         ("INTERLEAF_EXIT_AFTER", "nan", "exit_after must be a number of seconds"),
         ("INTERLEAF_ADAPTERS", "pirate", "INTERLEAF_ADAPTERS must be NAME=PATH, got 'pirate'"),
         ("INTERLEAF_ADAPTERS", "a=x,a=y", "adapters names 'a' twice: 'x' and 'y'"),
@@ -158,13 +168,6 @@ def test_the_operators_page_has_the_table_that_the_code_makes() -> None:
     assert options_table() in (REPOSITORY / "docs" / "operate.md").read_text("utf-8")
 
 
-def test_help_lists_every_option() -> None:
-    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert result.exit_code == 0
-    for option in OPTIONS:
-        assert (option.flag if option.name != "model" else "MODEL") in result.output
-
-
 def test_the_command_line_hands_every_flag_over_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
@@ -174,8 +177,8 @@ def test_the_command_line_hands_every_flag_over_as_it_was_given(monkeypatch: pyt
 
     monkeypatch.setattr("interleaf.server.settings.load_settings", fake_load)
     samples: dict[Kind, tuple[list[str], Any]] = {
-        Kind.WHOLE: (["3"], 3),
-        Kind.SECONDS: (["2.5"], 2.5),
+        Kind.WHOLE: (["3"], "3"),  # as texts: those who know the limits read them
+        Kind.SECONDS: (["2.5"], "2.5"),
         Kind.TEXTS: (["a", "b"], ["a", "b"]),
         Kind.PATHS: (["a", "b"], ["a", "b"]),
         Kind.PAIRS: (["a=b", "c=d"], ["a=b", "c=d"]),

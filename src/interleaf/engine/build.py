@@ -121,7 +121,8 @@ def build_engine(
         geometry = page_geometry(shard, config.page_tokens, dtype)
         if is_gpu:
             build_kernels(spec, dtype, config, progress)
-        if config.memory_fraction is None:  # a budget that is too small is refused before minutes of reading
+        _num_swap_slots(config, geometry)  # a budget that is too small is refused before minutes of reading
+        if config.memory_fraction is None:
             _max_model_len(config, spec, geometry, geometry.pages_for_bytes(config.memory_bytes))
         transformer = Transformer.load(spec, shard, checkpoint, dtype, device, progress and _named("weights", progress))
     finally:
@@ -157,8 +158,7 @@ def build_engine(
         )
     else:
         store = make_store(geometry, dtype)
-    # Where nobody is ever preempted, nothing is ever swapped.
-    num_slots = 0 if config.admission == "conservative" else geometry.pages_for_bytes(config.swap_memory_bytes)
+    num_slots = _num_swap_slots(config, geometry)
     warm_up = progress and _named("warm-up", progress)
     images = ProbedImages(store.image)
     runner = _runner(
@@ -294,6 +294,17 @@ def _runner(
         overlap=config.overlap,
         swap=_host_pages(config, pool, num_swap_slots) if num_swap_slots else None,
     )
+
+
+def _num_swap_slots(config: EngineConfig, geometry: PageGeometry) -> int:
+    """Pages that may be swapped out at a time. Raises: ConfigError: there is memory for less than one."""
+    if 0 < config.swap_memory_bytes < geometry.page_bytes:
+        raise ConfigError(
+            f"swap_memory={config.swap_memory_bytes} is less than a page, which takes {geometry.page_bytes} bytes: "
+            "nothing could ever be swapped; give more, or 0 for none"
+        )
+    # Where nobody is ever preempted, nothing is ever swapped.
+    return 0 if config.admission == "conservative" else geometry.pages_for_bytes(config.swap_memory_bytes)
 
 
 def _host_pages(config: EngineConfig, pool: PagePool, num_slots: int) -> HostPages:

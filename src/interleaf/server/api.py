@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,14 @@ from interleaf.engine.tokenizer import Tokenizer, load_tokenizer
 from interleaf.engine.worker import Connect
 from interleaf.server.app import create_app
 from interleaf.server.label_table import LabelTable
-from interleaf.server.logs import configure_logging
+from interleaf.server.logs import configure_logging, log_fields
 from interleaf.server.metrics import Metrics
 from interleaf.server.observed import ObservedEngine
 from interleaf.server.operation import operation
 from interleaf.server.protocol import uvicorn_config
 from interleaf.server.totals import Totals
+
+logger = logging.getLogger(__name__)
 
 
 def http_server(
@@ -41,7 +45,7 @@ def http_server(
     metrics = Metrics(config.name, LabelTable(config.metrics_adapters, counts and counts.with_name("labels")))
     totals = Totals(metrics, config.name, counts)
     app = create_app(ObservedEngine(engine, metrics), tokenizer, config, [operation(config, metrics, totals)])
-    return _Server(uvicorn_config(app, config), totals)
+    return _Server(uvicorn_config(app, config), totals, counts.stem if counts else "api", config.drain_timeout)
 
 
 async def run_server(server: uvicorn.Server, listeners: Sequence[socket.socket], on_ready: Callable[[], None]) -> None:
@@ -85,11 +89,16 @@ async def _work(
 class _Server(uvicorn.Server):
     """uvicorn's server. SIGTERM and SIGINT let it finish what it has begun, a second one ends it; the process then ends
     as any other does, where uvicorn would have the signal kill it. Counts are written while it serves.
+
+    Args:
+        process: which of the API processes this is, for the log.
     """
 
-    def __init__(self, config: uvicorn.Config, totals: Totals) -> None:
+    def __init__(self, config: uvicorn.Config, totals: Totals, process: str, drain_timeout_s: float) -> None:
         super().__init__(config)
         self._totals = totals
+        self._process = process
+        self._drain_timeout_s = drain_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn, whose backlog is both: what the kernel keeps, and what is accepted at a time."""
@@ -105,6 +114,22 @@ class _Server(uvicorn.Server):
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn. The log says how many requests are open when it begins, and how many of them were cut."""
+        begun_s = time.perf_counter()
+        requests = [task for task in self.server_state.tasks if not task.done()]
+        logger.info(
+            "stopping: no new connection is taken",
+            extra=log_fields(process=self._process, open_requests=len(requests), drain_timeout_s=self._drain_timeout_s),
+        )
+        await super().shutdown(sockets)
+        cut = sum(not task.done() or task.cancelling() > 0 for task in requests)
+        logger.log(
+            logging.WARNING if cut else logging.INFO,
+            "open requests are cut" if cut else "drained",
+            extra=log_fields(process=self._process, cut_requests=cut, seconds=round(time.perf_counter() - begun_s, 2)),
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

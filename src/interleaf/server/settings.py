@@ -111,7 +111,7 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         if given is None or given == [] or given == ():
             continue
         option = BY_NAME[name]
-        value = [_pair(text, option.flag) for text in given] if option.kind is Kind.PAIRS else given
+        value = [_pair(text, option.flag) for text in given] if option.kind is Kind.PAIRS else _number(option, given)
         found[name] = (value, "the argument" if name == "model" else option.flag)
     return found
 
@@ -123,28 +123,19 @@ def _parse(option: Option, text: str, source: str) -> Any:
     if option.kind.is_many:
         return [item for item in text.split(",") if item]
     if option.kind is Kind.SWITCH:
-        switch = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in switch:
-            raise ConfigError(f"{source} must be true or false, got {text!r}")
-        return switch[text.lower()]
+        return _SWITCH.get(text.lower(), text)
+    return _number(option, text)
+
+
+def _number(option: Option, given: Any) -> Any:
+    """The number that a text is, if the setting wants one; what is none is refused with the setting's limits, later."""
+    kind = {Kind.WHOLE: int, Kind.SECONDS: float}.get(option.kind)
+    if kind is None or not isinstance(given, str):
+        return given
     try:
-        if option.kind is Kind.WHOLE:
-            return int(text)
-        if option.kind is Kind.SECONDS:
-            return float(text)
+        return kind(given)
     except ValueError:
-        kind = "whole number" if option.kind is Kind.WHOLE else "number of seconds"
-        raise ConfigError(f"{source} must be a {kind}, got {text!r}") from None
-    return text
+        return given
 
 
 def _pair(text: str, source: str) -> tuple[str, str]:
