@@ -326,6 +326,15 @@ def test_a_run_records_steps_that_a_fit_reads_and_a_run_can_use(tmp_path: Path) 
     assert json.loads(again.output)["ttft_mean_s"] == pytest.approx(found["ttft_mean_s"], rel=0.3)
 
 
+def test_without_adapters_there_is_no_hit_rate() -> None:
+    options = ["run", "--requests", "40", "--num-adapters", "0", "--arrivals", "poisson:50", "--output", "fixed:20"]
+    text = CliRunner().invoke(app, options)
+    assert text.exit_code == 0, text.output
+    (line,) = [line for line in text.output.splitlines() if line.startswith("hit rate")]
+    assert line.split() == ["hit", "rate", "-"]
+    assert json.loads(CliRunner().invoke(app, [*options, "--json"]).output)["hit_rate"] is None
+
+
 def test_the_command_line_says_what_is_wrong_in_one_line() -> None:
     for options in (
         ["--gpu", "tpu"],

@@ -19,9 +19,10 @@ class Figures:
         ttft_*: arrival to the end of the step that sampled the first token.
         queue_wait_s: arrival to the start of the first step, in the mean.
         waited_s: seconds that a request waited in the mean, by reason, warm-up included.
-        hit_rate: of requests that name an adapter: it was in the pool when the request was first considered.
+        hit_rate: of requests that name an adapter: it was in the pool when the request was first considered. None: no
+            request names one.
         reloads: loads of adapters that had been loaded before.
-        device_busy, link_busy: shares of the whole time.
+        device_busy, link_busy: shares of the whole time during which a step ran, and a copy did.
         plan_us: real microseconds of the engine's code a step: plan, commit and what lies between.
         host_s: real seconds of everything.
     """
@@ -36,7 +37,7 @@ class Figures:
     latency_mean_s: float
     queue_wait_s: float
     waited_s: dict[str, float]
-    hit_rate: float
+    hit_rate: float | None
     loads: int
     reloads: int
     prefetches: int
@@ -80,7 +81,7 @@ def figures(outcome: Outcome, workload: Workload) -> Figures:
         latency_mean_s=float((outcome.ended_s[seen] - arrival_s).mean()),
         queue_wait_s=float((outcome.started_s[seen] - arrival_s).mean()),
         waited_s={reason: seconds / len(workload) for reason, seconds in sorted(outcome.waited_s.items())},
-        hit_rate=counts.hits / lookups if lookups else 1.0,
+        hit_rate=counts.hits / lookups if lookups else None,
         loads=counts.loads,
         reloads=counts.reloads,
         prefetches=counts.prefetches,
@@ -115,7 +116,7 @@ def as_text(of: Figures) -> str:
         ("latency", f"mean {of.latency_mean_s * ms:,.0f} ms"),
         ("queue wait", f"mean {of.queue_wait_s * ms:.1f} ms"),
         *((f"  {reason}", f"{seconds * ms:.1f} ms a request") for reason, seconds in of.waited_s.items()),
-        ("hit rate", f"{of.hit_rate:.1%}"),
+        ("hit rate", "-" if of.hit_rate is None else f"{of.hit_rate:.1%}"),
         ("loads", f"{of.loads:,}, of them {of.reloads:,} again; {of.evictions:,} evictions"),
         ("prefetched", f"{of.prefetches:,}; {of.late_prefetches:,} too late, {of.prefetched_unused:,} unused"),
         ("disk reads", f"{of.disk_reads:,}"),
