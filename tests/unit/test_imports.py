@@ -19,9 +19,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src"
 PACKAGE = "interleaf"
 
-# Highest first; the same line stands in CONTRIBUTING.md. A new room is added to both.
+# Highest first; the same line stands in CONTRIBUTING.md and docs/architecture.md. A new room is added to all three.
 DIAGRAM = (
-    "cluster, cli, sim -> server -> engine -> scheduler -> (attention, model, weights, adapters)"
+    "cli, sim -> server -> engine -> scheduler -> (attention, model, weights, adapters)"
     " -> (kernels, parallel, memory) -> core, errors, config, stats"
 )
 LEVEL = {
@@ -176,6 +176,30 @@ def torch_free_modules(source_root: Path) -> list[str]:
 def test_every_import_points_down():
     assert modules_below(SOURCE), f"no source below {SOURCE / PACKAGE}"
     assert check_tree(SOURCE) == []
+
+
+def test_the_rooms_of_the_diagram_are_those_that_exist():
+    package = SOURCE / PACKAGE
+    found = {path.parent.name for path in package.glob("*/__init__.py")} | {path.stem for path in package.glob("*.py")}
+    assert found - {"__init__"} == set(LEVEL)
+
+
+def test_the_documents_show_the_diagram_and_name_no_other_room():
+    pages = {name: (REPOSITORY / name).read_text("utf-8") for name in ("CONTRIBUTING.md", "docs/architecture.md")}
+    for name, text in pages.items():
+        assert f"\n{DIAGRAM}\n" in text, name
+    table = re.search(r"\n\| Room \|.*?\n\n", pages["docs/architecture.md"], re.DOTALL)
+    rooms = [room for row in table[0].strip().splitlines()[2:] for room in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(rooms) == sorted(set(LEVEL) - {"__main__"})
+
+
+def test_every_file_that_the_recipes_name_exists():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8")
+    rooms = "|".join(sorted(set(LEVEL) - {"__main__"}))
+    below_package = {f"src/{PACKAGE}/{path}" for path in re.findall(rf"`((?:{rooms})/[\w/]+\.py)`", text)}
+    named = below_package | set(re.findall(r"`((?:src|tests|docs|bench|scripts|examples)/[\w./-]+)`", text))
+    assert len(named) > 15
+    assert [path for path in sorted(named) if not (REPOSITORY / path).exists()] == []
 
 
 def test_the_book_keeping_never_imports_torch():

@@ -25,7 +25,7 @@ def choose_attention(pool: PagePool, shard: Shard, dtype: torch.dtype, config: E
     """
     heads, window, is_gpu = shard.heads.count, shard.spec.sliding_window, pool.data.is_cuda
     if config.attention == "flashinfer" and not (is_gpu and flashinfer_jit.is_installed()):
-        missing = "the package flashinfer-python: pip install 'interleaf[gpu]'" if is_gpu else "a GPU"
+        missing = "the package flashinfer-python, which the extra `gpu` brings" if is_gpu else "a GPU"
         raise ConfigError(f"attention='flashinfer' needs {missing}")
     if config.attention == "flashinfer" or (
         config.attention == "auto" and is_gpu and flashinfer_jit.computes(dtype, shard.spec.head_dim)
