@@ -305,7 +305,7 @@ async def test_what_cannot_be_loaded_says_why_as_the_library_does(shared: Server
 async def test_a_name_that_changed_on_the_way_is_resolved_again_once(shared: Server) -> None:
     async with connected(shared) as engine:
         expected = await collect(engine.generate([9, 8], greedy(8), "a0"))
-        engine._names["a0"] = engine._names["gone"] = type(engine._names["a0"])("0" * 64)  # as if told late
+        engine._publisher.names["a0"] = engine._publisher.names["gone"] = type(engine._publisher.names["a0"])("0" * 64)  # as if told late
         assert tokens(await collect(engine.generate([9, 8], greedy(8), "a0"))) == tokens(expected)
         with pytest.raises(AdapterNotFound, match="gone"):
             await collect(engine.generate([9, 8], greedy(8), "gone"))
@@ -392,6 +392,20 @@ def test_each_process_may_be_killed_under_load(start: Callable[..., Server]) -> 
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 1
     server.assert_nothing_is_left()
+
+
+def test_a_load_that_a_dying_publisher_never_took_up_is_asked_of_the_next_one(start: Callable[..., Server]) -> None:
+    """A process that was killed looks alive until it has closed its sockets."""
+    server = start()
+    (pid,) = server.pids("publisher")
+    os.kill(pid, signal.SIGSTOP)
+    with server.ask(do="load", name="new", source="dummy:r=8,seed=5") as load:
+        assert server.look()["adapters"] == [*ADAPTERS]  # the load was sent before this was asked
+        server.kill("publisher")
+        (answer,) = load.lines()
+    assert "error" not in answer
+    assert server.look()["adapters"] == [*ADAPTERS, "new"]
+    assert server.ask(do="generate", prompt=[5], max_tokens=3, adapter="new").lines()[-1]["end"] == "RequestFinished"
 
 
 def test_killing_the_supervisor_leaves_nothing(start: Callable[..., Server]) -> None:

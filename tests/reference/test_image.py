@@ -1,11 +1,14 @@
 """An image holds exactly A and scaled B, where the layout says; the ranks' images together are the whole adapter."""
 
 import itertools
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from interleaf.adapters.image import build, layout_of, require_tile
+from interleaf.adapters.image import build, draft, layout_of, require_tile
 from interleaf.adapters.parsed import LoraPair, ParsedAdapter
 from interleaf.adapters.sources import open_adapter
 from interleaf.core import AdapterUid, LoraGroup, ModelSpec, Module, StreamOrder
@@ -242,3 +245,108 @@ def test_in_tile_order_every_element_stands_where_the_definition_puts_it(page_to
                         here = stream[place : place + tile]
                         assert torch.equal(here, plain[first + i * width + at :][:tile])
         assert not stream[layout.elems :].any()
+
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+
+
+def laid_out(parsed, shard, page_tokens, dtype, order):
+    """The image by definition, an element's place at a time: the ADRs 0002, 0008 and 0010 in a loop."""
+    lane = 2 * page_tokens * shard.kv_heads.count * shard.spec.head_dim
+    tile = 128
+    while lane % tile or any(width % tile for width in shard.widths()):
+        tile //= 2
+    streams = []
+    for layer in range(shard.spec.num_layers):
+        stream = []
+
+        def put(rows, stacked, stream=stream):
+            height, width = rows.shape
+            block, cut = height, width
+            if order is StreamOrder.TILES:
+                block, cut = min(16, height) if stacked else height, tile
+            for top in range(0, height, block):
+                for at in range(0, width, cut):
+                    for row in rows[top : top + block]:
+                        stream.extend(row[at : at + cut].to(dtype))
+
+        for group in GROUPS:
+            present = [m for m in map(Module, group) if (layer, m) in parsed.pairs]
+            pairs = [(m, parsed.pairs[layer, m]) for m in present]
+            ours = [pair.a[:, shard.in_span(m).first : shard.in_span(m).stop] for m, pair in pairs]
+            if order is StreamOrder.TILES and ours:
+                put(torch.cat([a.float() for a in ours]), True)
+            for a in ours if order is StreamOrder.ROWS else ():
+                put(a, False)
+            for m, pair in pairs:
+                b = pair.b[shard.out_span(m).first : shard.out_span(m).stop].float()
+                put((b * torch.tensor(pair.scale, dtype=torch.float32)).T, False)
+        streams.append(stream)
+    pages = -(-max(map(len, streams)) // lane)
+    image = torch.zeros(len(streams), pages * lane, dtype=dtype)
+    for layer, stream in enumerate(streams):
+        image[layer, : len(stream)] = torch.tensor(stream, dtype=dtype) if stream else 0
+    return image.view(len(streams), pages, lane).transpose(0, 1)
+
+
+def same_bits(left, right):
+    return left.shape == right.shape and torch.equal(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.dictionaries(
+        st.tuples(st.integers(0, NUM_LAYERS - 1), st.sampled_from(Module)), st.integers(1, 19), min_size=1, max_size=9
+    ),
+    stored=st.sampled_from(FLOATS),
+    dtype=st.sampled_from(FLOATS),
+    order=st.sampled_from(StreamOrder),
+    world=st.sampled_from([1, 2]),
+    page_tokens=st.sampled_from([1, 4, 16]),
+    layers=st.integers(1, NUM_LAYERS),
+    scale=st.sampled_from([1.0, 1 / 3, -1.7]),
+)
+def test_every_bit_of_an_image_is_where_the_definition_puts_it(
+    ranks, stored, dtype, order, world, page_tokens, layers, scale
+):
+    parsed = adapter(ranks, scale=scale, dtype=stored)
+    next(iter(parsed.pairs.values())).b[0, 0] = -0.0
+    for rank in range(world):
+        shard = Shard(SPEC, rank, world)
+        geometry = geometry_of(shard, page_tokens, dtype.itemsize)
+        expected = laid_out(parsed, shard, page_tokens, dtype, order)
+        assert same_bits(build(parsed, shard, geometry, dtype, order).data, expected)
+        made = draft(parsed, shard, geometry, dtype, order)
+        assert made.num_bytes == expected.nbytes
+        # All parts are made in the same memory, which must not show.
+        parts = [part.clone() for part in made.parts(layers)]
+        assert same_bits(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.parametrize("bounds", [None, (math.inf, math.inf), (math.nan, 3e4), (1e6, 1e6)])
+def test_a_bound_that_does_not_tell_has_the_values_looked_at(bounds):
+    shard, parsed = Shard(SPEC), adapter({(1, Module.O): 3})
+    pair = parsed.pairs[1, Module.O]
+    parsed.pairs[1, Module.O] = LoraPair(pair.a, pair.b, 4.0, bounds)
+    image = build(parsed, shard, geometry_of(shard, itemsize=2), torch.float16)
+    assert torch.equal(read_back(image, 1)[0][Module.O][0], pair.a.half())
+    pair.b[2, 1] = 2e4
+    with pytest.raises(AdapterRejected, match=r"lora_B times the scale.*layer 1 o_proj"):
+        build(parsed, shard, geometry_of(shard, itemsize=2), torch.float16)
+
+
+def test_a_rank_refuses_only_values_that_it_holds():
+    parsed = adapter({(0, Module.UP): 3})
+    parsed.pairs[0, Module.UP].b[-1, 0] = 1e5
+    lower, upper = (Shard(SPEC, rank, 2) for rank in range(2))
+    build(parsed, lower, geometry_of(lower, itemsize=2), torch.float16)
+    with pytest.raises(AdapterRejected, match="lora_B"):
+        build(parsed, upper, geometry_of(upper, itemsize=2), torch.float16)

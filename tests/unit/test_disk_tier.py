@@ -18,7 +18,7 @@ import torch
 
 from interleaf.adapters.disk_tier import DiskTier, open_folder
 from interleaf.adapters.host_tier import HostTier
-from interleaf.adapters.image import AdapterImage, build
+from interleaf.adapters.image import AdapterImage, build, draft
 from interleaf.adapters.image_file import make_header
 from interleaf.adapters.slabs import SlabStore, write_slab
 from interleaf.adapters.sources import open_adapter
@@ -128,15 +128,17 @@ class Served:
         self.store: HostTier = self.slab_store
 
     def add(self, source: str) -> AdapterUid:
-        uid, image = made(source)
-        return self.store.add(str(write_slab(self.slabs, uid, source, image)))
+        return self.store.add(self.slab(source))
+
+    def slab(self, source: str) -> str:
+        parsed = open_adapter(source, SPEC)
+        return str(write_slab(self.slabs, parsed.uid, source, draft(parsed, Shard(SPEC), GEOMETRY, torch.float32)))
 
     def made_again(self) -> int:
         count = len(self.wanted)
         while self.wanted:
             uid, source = self.wanted.pop(0)
-            _, image = made(source)
-            self.slab_store.arrived(uid, str(write_slab(self.slabs, uid, source, image)), None)
+            self.slab_store.arrived(uid, self.slab(source), None)
         return count
 
 

@@ -78,6 +78,7 @@ MESSAGES: list[tuple[Any, m.Message]] = [
     (m.ToPublisher, m.Load(1, "legal", "folder")),
     (m.ToPublisher, m.Unload(2, "legal")),
     (m.ToPublisher, m.AskNames(3)),
+    (m.FromPublisher, m.Taken(1)),
     (m.FromPublisher, m.Loaded(1, UID)),
     (m.FromPublisher, m.Names(3, 12, {"legal": UID})),
     (m.FromPublisher, m.Renamed(13, "legal", None)),

@@ -1,16 +1,31 @@
 """What PEFT folders may hold is read as it is meant: names, fields, shards, identity. Outputs: tests/reference."""
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import math
+import struct
 
 import pytest
 import torch
 
 from interleaf.adapters.peft import parse_folder
+from interleaf.adapters.safetensors_file import open_safetensors
 from interleaf.core import ModelSpec, Module
 from interleaf.errors import AdapterRejected
-from tests.support.peft_folders import CONFIG, MODEL, NUM_LAYERS, WIDTHS, Draft, key_of, make_tensors, module_of, shard
+from tests.support.peft_folders import (
+    CONFIG,
+    MODEL,
+    NUM_LAYERS,
+    WEIGHTS,
+    WIDTHS,
+    Draft,
+    key_of,
+    make_tensors,
+    module_of,
+    shard,
+)
 
 SPEC = ModelSpec(**MODEL)
 EVERYWHERE = [(layer, module) for layer in range(NUM_LAYERS) for module in WIDTHS]
@@ -52,6 +67,51 @@ def test_dtypes_are_kept(tmp_path, dtype):
     pair = parse(draft, tmp_path).pairs[2, Module.V]
     assert pair.a.dtype == pair.b.dtype == dtype
     assert torch.equal(pair.b, draft.tensors[key_of(2, "v_proj", "B")])
+
+
+def test_each_tensor_may_have_a_dtype_of_its_own(tmp_path):
+    draft, dtypes = Draft(), itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
+    draft.tensors = {name: tensor.to(next(dtypes)) for name, tensor in draft.tensors.items()}
+    pairs = parse(draft, tmp_path).pairs
+    for (layer, module), pair in pairs.items():
+        for half, tensor in (("A", pair.a), ("B", pair.b)):
+            stored = draft.tensors[key_of(layer, module, half)]
+            assert tensor.dtype == stored.dtype
+            assert torch.equal(tensor, stored)
+    draft.tensors[key_of(2, "v_proj", "B")][3, 1] = math.nan
+    with pytest.raises(AdapterRejected, match=r"lora_B holds NaN or infinite values: layer 2 v_proj$"):
+        parse(draft, tmp_path)
+
+
+def test_tensors_that_begin_at_odd_bytes_are_read(tmp_path):
+    folder = Draft().write(tmp_path)
+    raw = (folder / WEIGHTS).read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    header.pop("__metadata__", None)
+    for entry in header.values():  # of float32, behind two bytes of float16
+        entry["data_offsets"] = [offset + 2 for offset in entry["data_offsets"]]
+    header["odd"] = {"dtype": "F16", "shape": [1, 1], "data_offsets": [0, 2]}
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + b"\0\0" + data)
+    file = open_safetensors(folder / WEIGHTS)
+    whole = file.read_all()
+    assert whole is not None
+    for name, tensor in Draft().tensors.items():
+        assert torch.equal(whole[0][name], tensor)
+        assert whole[0][name].data_ptr() % 4 == 0
+        assert torch.equal(file.read(name), tensor)
+
+
+def test_a_bound_for_the_whole_adapter_refuses_no_part_of_it(tmp_path):
+    # The largest of A times the scale is beyond float32, but it is B that is scaled.
+    draft = Draft()
+    draft.tensors[key_of(1, "q_proj", "A")][0, 0] = 3e38
+    draft.config["lora_alpha"] = 400
+    assert parse(draft, tmp_path).pairs[1, Module.Q].scale == 100
+    draft.tensors[key_of(1, "q_proj", "B")][0, 0] = 3e37
+    with pytest.raises(AdapterRejected, match=r"lora_B times the scale 100 is beyond float32: layer 1 q_proj$"):
+        parse(draft, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +185,21 @@ def test_the_uid_does_not_depend_on_the_order_of_tensors(tmp_path):
     draft = Draft()
     draft.tensors = dict(reversed(draft.tensors.items()))
     assert parse(draft, tmp_path / "other").uid == parse(Draft(), tmp_path / "plain").uid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_uid_is_the_digest_that_is_documented(tmp_path, dtype):
+    draft = Draft()
+    draft.tensors = {name: tensor.to(dtype) for name, tensor in draft.tensors.items()}
+    sha = hashlib.sha256(b"interleaf lora v1\n")
+    for layer in range(NUM_LAYERS):
+        for module in ("q_proj", "v_proj"):
+            sha.update(f"{layer} {module} {(2.0).hex()}\n".encode())
+            for half in "AB":
+                tensor = draft.tensors[key_of(layer, module, half)]
+                sha.update(f"{dtype} {tuple(tensor.shape)}\n".encode())
+                sha.update(bytes(tensor.view(torch.uint8).flatten().tolist()))
+    assert parse(draft, tmp_path).uid == sha.hexdigest()
 
 
 def test_whatever_changes_the_answer_changes_the_uid(tmp_path):

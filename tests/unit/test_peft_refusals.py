@@ -1,5 +1,6 @@
 """Every kind of malformed adapter folder is refused by name, all its problems at once."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interleaf.adapters import peft
 from interleaf.adapters.peft import parse_folder
+from interleaf.adapters.safetensors_file import SafetensorsFile
 from interleaf.core import ModelSpec
 from interleaf.errors import AdapterRejected
-from tests.support.peft_folders import CONFIG, DEFECTS, MODEL, NUM_LAYERS, WEIGHTS, Draft, write_defective
+from tests.support.peft_folders import CONFIG, DEFECTS, MODEL, NUM_LAYERS, WEIGHTS, Draft, shard, write_defective
 
 SPEC = ModelSpec(**MODEL)
 
@@ -101,6 +104,52 @@ def test_many_cheap_patterns_spend_the_same_time_as_one_dear_one(tmp_path, monke
     draft.config["rank_pattern"] = {f"layers.{i}.nowhere": 4 for i in range(100)}
     problems = problems_of(draft.write(tmp_path))
     assert any("of matching" in p for p in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 10), "is cut short"),
+        (lambda path: os.truncate(path, 4), "is cut short"),
+        (Path.unlink, "cannot be read: No such file"),
+    ],
+    ids=["cut", "emptied", "gone"],
+)
+def test_a_file_that_changes_behind_its_header_is_refused(tmp_path, monkeypatch, change, says):
+    folder = Draft().write(tmp_path)
+    read_header = peft.open_weights
+
+    def changing(*args):
+        files = read_header(*args)
+        change(folder / WEIGHTS)
+        return files
+
+    monkeypatch.setattr(peft, "open_weights", changing)
+    problems = problems_of(folder)
+    assert all(WEIGHTS in problem and says in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("name", Draft().tensors)
+def test_a_value_that_is_not_finite_is_found_in_whichever_file_it_is(tmp_path, name):
+    draft = Draft(after=[shard])
+    draft.tensors[name][1, 1] = float("nan")
+    assert "NaN" in problems_of(draft.write(tmp_path))[0]
+
+
+def test_what_is_refused_for_its_names_is_not_read_as_a_whole(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(SafetensorsFile, "read_all", lambda file: read.append(file.path))
+    draft = Draft()
+    draft.tensors["stray"] = torch.ones(1)
+    assert "stray" in problems_of(draft.write(tmp_path))[0]
+    assert not read
+
+
+def test_a_key_that_stands_twice_among_many_is_named(tmp_path):
+    folder = Draft().write(tmp_path)
+    many = ", ".join(f'"field{i}": null' for i in range(50_000))
+    (folder / CONFIG).write_text(f'{{{many}, "field7": null}}')
+    assert "key 'field7' stands twice" in problems_of(folder)[0]
 
 
 def test_a_pickle_beside_safetensors_is_never_opened(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from interleaf.adapters import pinned
 from interleaf.adapters.disk_tier import DiskTier, open_folder
-from interleaf.adapters.image import AdapterImage, build
+from interleaf.adapters.image import AdapterImage, draft
 from interleaf.adapters.pinned import pin
 from interleaf.adapters.slabs import SlabStore, write_slab
 from interleaf.adapters.sources import open_adapter
@@ -83,7 +83,7 @@ class Tier:
     def slab(self, seed: int) -> str:
         source = f"dummy:r=3,targets=q+v,seed={seed}"
         parsed = open_adapter(source, SPEC)
-        image = build(parsed, Shard(SPEC), GEOMETRY, torch.float32)
+        image = draft(parsed, Shard(SPEC), GEOMETRY, torch.float32)
         return str(write_slab(self.folder, parsed.uid, source, image))
 
     def add(self, seed: int) -> AdapterUid:

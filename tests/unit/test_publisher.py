@@ -108,7 +108,8 @@ class World:
         def heard() -> bool:
             self.api.wait(0.05)
             self.answers += [msgspec.msgpack.decode(data, type=m.FromPublisher) for data in self.api.receive()]
-            found[:] = [answer for answer in self.answers if getattr(answer, "call", None) == call]
+            of_call = [answer for answer in self.answers if getattr(answer, "call", None) == call]
+            found[:] = [answer for answer in of_call if not isinstance(answer, m.Taken)]
             return bool(found)
 
         eventually(heard)
@@ -134,6 +135,18 @@ def world(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Wo
     for gate in gates.shut.values():
         gate.set()
     world.close()
+
+
+def test_a_load_is_said_to_be_taken_up_before_it_is_answered(world: World, gates: Gates) -> None:
+    gates.shut_for(source(1))
+    world.ask(m.Load(1, "slow", source(1)))
+
+    def taken() -> bool:
+        world.api.wait(0.05)
+        world.answers += [msgspec.msgpack.decode(data, type=m.FromPublisher) for data in world.api.receive()]
+        return world.answers == [m.Taken(1)]
+
+    eventually(taken)
 
 
 def test_a_source_that_hangs_holds_up_no_other_adapter_and_no_answer(world: World, gates: Gates) -> None:

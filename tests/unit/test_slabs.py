@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from interleaf.adapters.image import AdapterImage, build
+from interleaf.adapters import slabs
+from interleaf.adapters.image import AdapterImage, ImageDraft, build, draft
 from interleaf.adapters.slabs import SlabStore, map_slab, write_slab
 from interleaf.adapters.sources import open_adapter
-from interleaf.core import AdapterUid, HostState, ModelSpec
+from interleaf.core import AdapterUid, HostState, ModelSpec, Module, StreamOrder
 from interleaf.errors import AdapterLoadFailed
 from interleaf.memory.geometry import PageGeometry
 from interleaf.parallel.shard import Shard
@@ -22,10 +28,16 @@ IMAGE_BYTES = 3 * GEOMETRY.page_bytes
 """Of an adapter of rank 3 on q and v: 672 elements a layer, in lanes of 256."""
 
 
-def made(seed: int, rank: int = 3) -> tuple[AdapterUid, str, AdapterImage]:
+def made(seed: int, rank: int = 3) -> tuple[AdapterUid, str, ImageDraft]:
     source = f"dummy:r={rank},targets=q+v,seed={seed}"
     parsed = open_adapter(source, SPEC)
-    return parsed.uid, source, build(parsed, Shard(SPEC), GEOMETRY, torch.float32)
+    return parsed.uid, source, draft(parsed, Shard(SPEC), GEOMETRY, torch.float32)
+
+
+def data_of(seed: int, rank: int = 3) -> torch.Tensor:
+    """What a slab of it must hold."""
+    parsed = open_adapter(made(seed, rank)[1], SPEC)
+    return build(parsed, Shard(SPEC), GEOMETRY, torch.float32).data
 
 
 class Tier:
@@ -64,7 +76,76 @@ def test_a_slab_holds_every_byte_and_loses_its_name(tmp_path: Path, rank: int) -
     slab = map_slab(str(path), GEOMETRY, torch.float32)
     assert list(tmp_path.iterdir()) == []
     assert (slab.uid, slab.source, slab.image.layout) == (uid, source, image.layout)
-    assert torch.equal(slab.image.data, image.data)
+    assert torch.equal(slab.image.data, data_of(7, rank))
+
+
+@pytest.mark.parametrize("order", StreamOrder)
+@pytest.mark.parametrize("written_together", [1, 2048, 4096, 2**20], ids=["1 layer", "2 layers", "4 layers", "all"])
+def test_a_slab_is_the_image_however_many_layers_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_together: int, order: StreamOrder
+) -> None:
+    monkeypatch.setattr(slabs, "_MIN_WRITE_BYTES", written_together)
+    spec = ModelSpec(**MODEL | {"num_layers": 5})
+    geometry = replace(GEOMETRY, num_layers=5)
+    parsed = open_adapter("dummy:r=17,targets=q+k+up,seed=3", spec)
+    sparse = {at: pair for at, pair in parsed.pairs.items() if at[0] in (1, 2) or at == (4, Module.K)}
+    parsed = replace(parsed, pairs=sparse)
+    whole = draft(parsed, Shard(spec), geometry, torch.float32, order)
+    slab = map_slab(str(write_slab(tmp_path, parsed.uid, "", whole)), geometry, torch.float32)
+    assert torch.equal(slab.image.data, build(parsed, Shard(spec), geometry, torch.float32, order).data)
+
+
+def test_what_a_file_system_takes_in_pieces_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:100], at))
+    slab = map_slab(str(write_slab(tmp_path, *made(7))), GEOMETRY, torch.float32)
+    assert torch.equal(slab.image.data, data_of(7))
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_folder_that_fills_up_meanwhile_is_named_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    write, done = os.pwrite, itertools.count()
+
+    def full(descriptor: int, data: memoryview, at: int) -> int:
+        if next(done) == calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(AdapterLoadFailed, match=f"its {IMAGE_BYTES} bytes could not be written.*No space left"):
+        write_slab(tmp_path, *made(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_image_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: ImageDraft, layers: int) -> Iterator[torch.Tensor]:
+        yield torch.zeros(3, layers, GEOMETRY.lane_elems)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(ImageDraft, "parts", broken)
+    with pytest.raises(MemoryError, match="no more"):
+        write_slab(tmp_path, *made(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_publisher_was_writing_is_no_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[bytes] = []
+    write = os.pwrite
+
+    def seen(descriptor: int, data: memoryview, at: int) -> int:
+        states.extend(path.read_bytes() for path in tmp_path.iterdir())
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", seen)
+    write_slab(tmp_path, *made(1)).unlink()
+    assert len(states[-1]) > IMAGE_BYTES, "only the header was missing"
+    for number, state in enumerate(states):
+        left = tmp_path / str(number)
+        left.write_bytes(state)
+        with pytest.raises(AdapterLoadFailed):
+            map_slab(str(left), GEOMETRY, torch.float32)
 
 
 def test_one_adapter_may_be_written_twice_at_a_time(tmp_path: Path) -> None:
@@ -106,7 +187,7 @@ def test_beyond_the_budget_a_slab_is_dropped_and_asked_for_with_its_source(tmp_p
     assert tier.wanted == tier.store.asked() == [(a, made(0)[1])]
     tier.store.arrived(a, str(write_slab(tmp_path, *made(0))), None)
     assert tier.store.prepare(a) is HostState.READY
-    assert torch.equal(tier.store.image(a).data, made(0)[2].data)
+    assert torch.equal(tier.store.image(a).data, data_of(0))
     assert tier.store.asked() == []
 
 

@@ -1,13 +1,12 @@
 """Lays an adapter out as its pages will hold it, one image per rank. Touches no device and no pool.
 
-Scale is folded into B in float32, before anything is rounded to the pool's dtype.
 Source: docs/adr/0002-page-geometry.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +14,9 @@ import torch
 
 from interleaf.adapters.parsed import LoraPair, ModuleAt, ParsedAdapter
 from interleaf.adapters.problems import Problems
+from interleaf.adapters.stream import places, share_of_a, share_of_b
 from interleaf.core import (
     GROUP_MODULES,
-    STACK_ROWS,
     LoraGroup,
     Module,
     ModuleSpan,
@@ -112,6 +111,71 @@ def _stream(ranks: Mapping[Module, int], shard: Shard, order: StreamOrder, tile:
     return StreamLayout(tuple(spans), first, order, tile)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageDraft:
+    """An image whose adapter fits, and which is still to be made.
+
+    Attributes:
+        shape: of the image's data: pages, layers, elements of a lane.
+    """
+
+    layout: PooledLayout
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    _pairs: Mapping[ModuleAt, LoraPair]
+    _shard: Shard
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self, layers: int) -> Iterator[torch.Tensor]:
+        """The image so many layers at a time (of the last part, fewer): each [pages, layers, lane_elems].
+
+        A part is good until the next one is asked for: all are made in the same memory. Parts of one layer are made in
+        place, longer ones take another copy.
+        """
+        pages, num_layers, lane_elems = self.shape
+        whole = torch.empty(pages, layers, lane_elems, dtype=self.dtype)
+        stream = whole.view(-1) if layers == 1 else torch.empty(pages * lane_elems, dtype=self.dtype)
+        places_of = [places(stream, layout, self._shard) for layout in self.layout.layouts]
+        dirty = len(stream)  # elements from the first that may not be zero
+        for first in range(0, num_layers, layers):
+            part = whole[:, : num_layers - first]
+            for at, index in enumerate(self.layout.layer_layout[first : first + layers]):
+                elems = 0 if index is None else self.layout.layouts[index].elems
+                if index is not None:
+                    for place in places_of[index]:
+                        place.fill(self._pairs[first + at, place.module])
+                stream[elems:dirty] = 0
+                dirty = elems
+                if layers > 1:
+                    part[:, at] = stream.view(pages, lane_elems)
+            yield part
+
+
+def draft(
+    parsed: ParsedAdapter,
+    shard: Shard,
+    geometry: PageGeometry,
+    dtype: torch.dtype,
+    order: StreamOrder = StreamOrder.ROWS,
+) -> ImageDraft:
+    """Cut an adapter for this rank and say how it is laid out, in the order that the device's kernels want.
+
+    Raises: AdapterRejected: a value is beyond the largest of `dtype` (float16 ends at 65504).
+    """
+    layout = layout_of(parsed.ranks, shard, geometry, order)
+    problems = Problems()
+    for layer, index in enumerate(layout.layer_layout):
+        for span in () if index is None else layout.layouts[index].spans:
+            _check_range(parsed.pairs[layer, span.module], span.module, layer, shard, dtype, problems)
+    if problems:
+        raise AdapterRejected(parsed.source, list(problems))
+    shape = (layout.pages, geometry.num_layers, geometry.lane_elems)
+    return ImageDraft(layout, shape, dtype, parsed.pairs, shard)
+
+
 def build(
     parsed: ParsedAdapter,
     shard: Shard,
@@ -119,71 +183,31 @@ def build(
     dtype: torch.dtype,
     order: StreamOrder = StreamOrder.ROWS,
 ) -> AdapterImage:
-    """Cut an adapter for this rank and lay it out, in the order that the device's kernels want.
+    """Make an adapter's image. Arguments and errors are those of `draft`."""
+    made = draft(parsed, shard, geometry, dtype, order)
+    (data,) = made.parts(geometry.num_layers)
+    return AdapterImage(made.layout, data)
 
-    Raises: AdapterRejected: a value is beyond the largest of `dtype` (float16 ends at 65504).
+
+def _check_range(
+    pair: LoraPair, module: Module, layer: int, shard: Shard, dtype: torch.dtype, problems: Problems
+) -> None:
+    """Say which halves of a pair, as this rank holds them, `dtype` cannot hold. Bounds spare a look at the values: what
+    is not beyond the limit is not when it has been rounded.
     """
-    layout = layout_of(parsed.ranks, shard, geometry, order)
-    data = torch.zeros(layout.pages, geometry.num_layers, geometry.lane_elems, dtype=dtype)
-    stream = torch.zeros(layout.pages * geometry.lane_elems, dtype=dtype)
-    problems = Problems()
-    for layer, index in enumerate(layout.layer_layout):
-        if index is None:
-            continue
-        for span in layout.layouts[index].spans:
-            _fill(stream, span, parsed.pairs[layer, span.module], shard)
-        elems = layout.layouts[index].elems
-        if not _is_finite(stream[:elems]):
-            _tell_infinite(stream, layout.layouts[index], layer, problems)
-        if order is StreamOrder.TILES:
-            _to_tiles(stream, layout.layouts[index])
-        stream[elems:] = 0  # what a longer stream of the layer before has left
-        data[:, layer] = stream.view(layout.pages, -1)
-    if problems:
-        raise AdapterRejected(parsed.source, list(problems))
-    return AdapterImage(layout, data)
+    limit, scale = torch.finfo(dtype).max, float(np.float32(pair.scale))
+    bound_a, bound_b = pair.checked_bounds()
+    if not bound_a <= limit and not _is_finite(share_of_a(pair, shard.in_span(module)).to(dtype)):
+        problems.group(f"lora_A {_beyond(dtype)}", f"layer {layer} {module}")
+    if not bound_b * abs(scale) <= limit and not _is_finite(
+        (share_of_b(pair, shard.out_span(module)).float() * scale).to(dtype)
+    ):
+        problems.group(f"lora_B times the scale {_beyond(dtype)}", f"layer {layer} {module}")
 
 
-def _fill(stream: torch.Tensor, span: ModuleSpan, pair: LoraPair, shard: Shard) -> None:
-    """Write one module's A, [rank, in], and scaled B transposed, [rank, out], into a layer's stream."""
-    a = stream[span.a_first :][: span.a_elems].view(span.rank, span.in_features)
-    a.copy_(pair.a[:, shard.in_span(span.module).as_slice()])
-    b = stream[span.b_first :][: span.b_elems].view(span.rank, span.out_features)
-    # numpy transposes matrices of so few columns several times faster than torch.
-    stored = pair.b[shard.out_span(span.module).as_slice()].float().numpy()
-    b.copy_(torch.from_numpy(np.multiply(stored.T, np.float32(pair.scale), order="C")))
+def _beyond(dtype: torch.dtype) -> str:
+    return f"has values beyond {torch.finfo(dtype).max:g}, the largest of the pool's {dtype}"
 
 
 def _is_finite(values: torch.Tensor) -> bool:
     return all(math.isfinite(value.item()) for value in torch.aminmax(values))
-
-
-def _tell_infinite(stream: torch.Tensor, layout: StreamLayout, layer: int, problems: Problems) -> None:
-    """Say which matrices of a layer the stream's dtype cannot hold."""
-    limit = torch.finfo(stream.dtype).max
-    for span in layout.spans:
-        for half, first, elems in (("A", span.a_first, span.a_elems), ("B", span.b_first, span.b_elems)):
-            if not _is_finite(stream[first : first + elems]):
-                scaled = " times the scale" if half == "B" else ""
-                what = f"lora_{half}{scaled} has values beyond {limit:g}, the largest of the pool's {stream.dtype}"
-                problems.group(what, f"layer {layer} {span.module}")
-
-
-def _to_tiles(stream: torch.Tensor, layout: StreamLayout) -> None:
-    """Permute a layer's stream from `StreamOrder.ROWS` to `StreamOrder.TILES`, in place."""
-    for group in LoraGroup:
-        spans = layout.group(group)
-        if not spans:
-            continue
-        stack = sum(span.rank for span in spans)
-        width, first = spans[0].in_features, spans[0].a_first
-        for row in range(0, stack, STACK_ROWS):
-            _cut(stream[first + row * width :], min(STACK_ROWS, stack - row), width, layout.tile)
-        for span in spans:
-            _cut(stream[span.b_first :], span.rank, span.out_features, layout.tile)
-
-
-def _cut(matrix: torch.Tensor, rows: int, width: int, tile: int) -> None:
-    """Turn [rows, width] into [width / tile, rows, tile], in place."""
-    flat = matrix[: rows * width]
-    flat.copy_(flat.view(rows, width // tile, tile).transpose(0, 1).reshape(-1))

@@ -36,8 +36,13 @@ class ImageHeader(msgspec.Struct, frozen=True, array_like=True):
 def make_header(uid: AdapterUid, source: str, image: AdapterImage, *, digested: bool) -> bytes:
     """All of a file that comes before its image."""
     digest = hashlib.sha256(image_bytes(image.data)).digest() if digested else b""
-    header = msgspec.msgpack.encode(ImageHeader(uid, source, image.layout, str(image.data.dtype), digest))
-    return (len(header).to_bytes(_LENGTH_BYTES, "little") + header).ljust(_first_byte(len(header)), b"\0")
+    return encode_header(ImageHeader(uid, source, image.layout, str(image.data.dtype), digest))
+
+
+def encode_header(header: ImageHeader) -> bytes:
+    """A header as it stands in a file, up to where the image begins."""
+    encoded = msgspec.msgpack.encode(header)
+    return (len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded).ljust(_first_byte(len(encoded)), b"\0")
 
 
 def read_header(file: BinaryIO, num_bytes: int, geometry: PageGeometry, dtype: torch.dtype) -> tuple[ImageHeader, int]:

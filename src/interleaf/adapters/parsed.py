@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -21,15 +23,21 @@ class LoraPair:
     Attributes:
         a: [rank, in], as stored.
         b: [out, rank], as stored, not scaled.
+        bounds: no magnitude in `a`, none in `b` is larger; None: nobody has looked.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    bounds: tuple[float, float] | None = None
 
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    def checked_bounds(self) -> tuple[float, float]:
+        """The bounds; looked for if nobody has."""
+        return self.bounds or (largest(self.a), largest(self.b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +87,25 @@ class ParsedAdapter:
         )
 
 
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude; NaN or infinite if any value is."""
+    low, high = (value.item() for value in torch.aminmax(tensor))
+    return math.nan if math.isnan(low) else max(-low, high)
+
+
 def digest(pairs: Mapping[ModuleAt, LoraPair]) -> AdapterUid:
     """The identity of an adapter with these tensors and scales."""
     sha = hashlib.sha256(b"interleaf lora v1\n")
     for (layer, module), pair in sorted(pairs.items()):
         sha.update(f"{layer} {module} {pair.scale.hex()}\n".encode())
         for tensor in (pair.a, pair.b):
-            sha.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
+            sha.update(_type_line(tensor.dtype, tensor.shape))
+            # numpy knows no bfloat16.
+            values = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+            sha.update(values.contiguous().numpy().data)
     return AdapterUid(sha.hexdigest())
+
+
+@lru_cache(maxsize=256)
+def _type_line(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype} {tuple(shape)}\n".encode()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from interleaf.adapters.json_file import Unreadable
-from interleaf.adapters.parsed import AdapterSummary, LoraPair, ModuleAt, ParsedAdapter, digest
+from interleaf.adapters.parsed import AdapterSummary, LoraPair, ModuleAt, ParsedAdapter, digest, largest
 from interleaf.adapters.peft_config import PeftConfig, read_config
 from interleaf.adapters.peft_files import open_weights
 from interleaf.adapters.peft_keys import Half, parse_key, why_unsupported
@@ -21,6 +21,8 @@ from interleaf.core import ModelSpec, Module
 from interleaf.errors import AdapterRejected
 
 __all__ = ["AdapterSummary", "LoraPair", "ModuleAt", "ParsedAdapter", "parse_folder"]
+
+_MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 def parse_folder(folder: Path, spec: ModelSpec) -> ParsedAdapter:
@@ -112,15 +114,14 @@ class _Parser:
     def _shapes_fit(self, at: ModuleAt, halves: Mapping[Half, str]) -> bool:
         """Whether A is [rank, in] and B is [out, rank] for one rank >= 1, in a supported dtype."""
         inputs, outputs = self._spec.in_features(at[1]), self._spec.out_features(at[1])
-        a, b = (self._shape(halves[half]) for half in Half)
+        a, b = self._shape(halves[Half.A]), self._shape(halves[Half.B])
         fits = True
-        for half, shape, wanted, ok in (
-            (Half.A, a, f"[rank, {inputs}]", len(a) == 2 and a[0] >= 1 and a[1] == inputs),
-            (Half.B, b, f"[{outputs}, rank]", len(b) == 2 and b[1] >= 1 and b[0] == outputs),
-        ):
-            if not ok:
-                fits = False
-                self._problems.group(f"lora_{half} of {at[1]} must be {wanted}, got {list(shape)}", _at(at))
+        if not (len(a) == 2 and a[0] >= 1 and a[1] == inputs):
+            fits = False
+            self._problems.group(f"lora_A of {at[1]} must be [rank, {inputs}], got {list(a)}", _at(at))
+        if not (len(b) == 2 and b[1] >= 1 and b[0] == outputs):
+            fits = False
+            self._problems.group(f"lora_B of {at[1]} must be [{outputs}, rank], got {list(b)}", _at(at))
         if fits and a[0] != b[1]:
             fits = False
             self._problems.group(f"lora_A has rank {a[0]} and lora_B has rank {b[1]}", _at(at))
@@ -175,29 +176,53 @@ class _Parser:
     ) -> dict[ModuleAt, LoraPair]:
         """Read the tensors and look for values that are not finite. Keeps them only while nothing is wrong."""
         pairs: dict[ModuleAt, LoraPair] = {}
+        tensors, bound = self._read_files()
+        # One look at everything mostly tells that all is well. Otherwise each tensor is asked.
+        is_fine = bound * max(map(abs, scales.values()), default=1.0) <= _MAX_FLOAT and math.isfinite(bound)
         for at, halves in found.items():
             try:
-                a, b = (self._files[halves[half]].read(halves[half]) for half in Half)
+                a, b = self._tensor(halves[Half.A], tensors), self._tensor(halves[Half.B], tensors)
             except Unreadable as error:
                 self._problems.add(str(error))
                 continue
-            largest = {half: _largest(tensor) for half, tensor in ((Half.A, a), (Half.B, b))}
-            for half, value in largest.items():
-                if not math.isfinite(value):
-                    self._problems.group(f"lora_{half} holds NaN or infinite values", _at(at))
             scale = scales.get(at)
-            if scale is not None and largest[Half.B] * abs(scale) > torch.finfo(torch.float32).max:
-                self._problems.group(f"lora_B times the scale {scale:.3g} is beyond float32", _at(at))
+            bounds = (bound, bound) if is_fine else self._bounds(at, a, b, scale)
             if scale is not None and not self._problems:
-                pairs[at] = LoraPair(a, b, scale)
+                pairs[at] = LoraPair(a, b, scale, bounds)
         return pairs
+
+    def _read_files(self) -> tuple[dict[str, torch.Tensor], float]:
+        """Read whole files, while nothing is wrong: then all that is in them is wanted.
+
+        Returns: the tensors, and a magnitude that none exceeds, or NaN. No tensors if something is wrong: what is
+            refused may be large, and is read a tensor at a time.
+        """
+        if self._problems:
+            return {}, math.nan
+        tensors: dict[str, torch.Tensor] = {}
+        bounds: list[float] = []
+        for file in {file.path: file for file in self._files.values()}.values():
+            read = file.read_all()
+            if read is None:
+                return {}, math.nan
+            tensors |= read[0]
+            bounds.append(read[1])
+        return tensors, max(bounds, default=math.nan) if all(map(math.isfinite, bounds)) else math.nan
+
+    def _tensor(self, name: str, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        tensor = read.get(name)
+        return self._files[name].read(name) if tensor is None else tensor
+
+    def _bounds(self, at: ModuleAt, a: torch.Tensor, b: torch.Tensor, scale: float | None) -> tuple[float, float]:
+        """The largest magnitudes of a pair; says what is wrong with them."""
+        bounds = largest(a), largest(b)
+        for half, bound in zip(Half, bounds, strict=True):
+            if not math.isfinite(bound):
+                self._problems.group(f"lora_{half} holds NaN or infinite values", _at(at))
+        if scale is not None and bounds[1] * abs(scale) > _MAX_FLOAT:
+            self._problems.group(f"lora_B times the scale {scale:.3g} is beyond float32", _at(at))
+        return bounds
 
 
 def _at(at: ModuleAt) -> str:
     return f"layer {at[0]} {at[1]}"
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude; NaN or infinite if any value is."""
-    low, high = (value.item() for value in torch.aminmax(tensor))
-    return math.nan if math.isnan(low) else max(-low, high)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from interleaf.core import Module
 
@@ -37,6 +38,9 @@ _KEY = re.compile(
     r"(?:(?P<a>lora_A|lora_down)|lora_B|lora_up)(?:\.default)?\.weight"
 )
 
+_MAX_NAME_CHARS = 200
+"""More than any name that is understood."""
+
 _UNSUPPORTED = (
     (r"\.base_layer\.", "tensors are a copy of the base model's weights"),
     (r"lora_magnitude_vector", "tensors belong to DoRA"),
@@ -52,6 +56,11 @@ _UNSUPPORTED = (
 
 def parse_key(name: str) -> TensorKey | None:
     """Understand a tensor's name; None if it is not a half of a LoRA pair of a decoder layer."""
+    return None if len(name) > _MAX_NAME_CHARS else _parse_key(name)
+
+
+@lru_cache(maxsize=8192)  # all adapters of a model have the same names
+def _parse_key(name: str) -> TensorKey | None:
     match = _KEY.fullmatch(name)
     if match is None:
         return None

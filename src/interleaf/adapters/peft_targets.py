@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import regex  # type: ignore[import-untyped]
@@ -41,6 +42,7 @@ class PatternError(Exception):
     """A regular expression is malformed, or matching takes too long; the message is a sentence that names it."""
 
 
+@lru_cache(maxsize=4096)  # all adapters of a model have the same names
 def module_name(prefix: str, layer: int, module: Module) -> str:
     """A module's full name in a model whose list of layers is `prefix` + "layers"."""
     return f"{prefix}layers.{layer}.{'self_attn' if module in _ATTENTION else 'mlp'}.{module}"
@@ -51,6 +53,8 @@ class Targets:
 
     def __init__(self, config: PeftConfig) -> None:
         self._config = config
+        targets = config.target_modules
+        self._suffixes = tuple(f".{name}" for name in targets) if isinstance(targets, tuple) else ()
         self._compiled: dict[str, Any] = {}
         self._until_s = time.monotonic() + _MAX_MATCHING_S
 
@@ -69,7 +73,7 @@ class Targets:
             return self._match("target_modules", config.target_modules, name, full=True) is not None
         if name in config.target_modules:  # a full name is not subject to layers_to_transform
             return True
-        if not any(name.endswith(f".{suffix}") for suffix in config.target_modules):
+        if not name.endswith(self._suffixes):
             return False
         return config.layers_to_transform is None or self._layer_index(name) in config.layers_to_transform
 

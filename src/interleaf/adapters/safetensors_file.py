@@ -8,15 +8,18 @@ first. Source: the format's description, https://github.com/huggingface/safetens
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from interleaf.adapters.json_file import Unreadable, parse_object, regular_size
+from interleaf.adapters.parsed import largest
 from interleaf.adapters.problems import shown
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -28,8 +31,16 @@ _ITEM_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0"
 _ITEM_BITS |= {"BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}
 _ITEM_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 
+_CLAIMS = {"dtype", "shape", "data_offsets"}
+
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The element types that `read` returns."""
+"""The element types that can be read."""
+
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.int16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +55,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file whose header has been found true: entries fill it exactly, without overlap."""
+    """A file whose header has been found true: entries fill it exactly, without overlap.
+
+    Attributes:
+        data_first: byte at which the tensors begin.
+        num_bytes: of the file.
+    """
 
     path: Path
     entries: dict[str, TensorEntry]
+    data_first: int
+    num_bytes: int
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, copied.
@@ -55,20 +73,49 @@ class SafetensorsFile:
         Raises: Unreadable: the file ends earlier than it did when its header was checked, or cannot be read.
         """
         entry = self.entries[name]
-        buffer = bytearray(entry.num_bytes)
-        view, done = memoryview(buffer), 0
+        memory = self._read(entry.first, entry.num_bytes)
+        if memory is None:
+            raise Unreadable(f"{self.path.name} changed while it was read: {shown(name)} is cut short")
+        return _tensor(memory, entry, 0)
+
+    def read_all(self) -> tuple[dict[str, torch.Tensor], float] | None:
+        """All tensors, copied in one go to one piece of memory, and the largest magnitude in them: NaN or infinite if
+        any value is, NaN for tensors of several dtypes, of which each must be asked. None: they cannot be had whole.
+        """
+        try:
+            memory = self._read(self.data_first, self.num_bytes - self.data_first)
+        except Unreadable:
+            return None
+        if memory is None:
+            return None
+        first, dtypes = self.data_first, {entry.dtype for entry in self.entries.values()}
+        tensors = {name: _tensor(memory, entry, entry.first - first) for name, entry in self.entries.items()}
+        if len(dtypes) != 1:
+            return tensors, math.nan
+        return tensors, largest(torch.frombuffer(memory, dtype=TORCH_DTYPES[dtypes.pop()]))
+
+    def _read(self, first: int, num_bytes: int) -> NDArray[np.uint8] | None:
+        """A copy of a part of the file; None if the file ends before. Raises: Unreadable: it cannot be read."""
+        memory = np.empty(num_bytes, np.uint8)  # in large pages, where there are any
+        view, done = memory.data, 0
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
-                while done < len(buffer) and (count := os.preadv(descriptor, [view[done:]], entry.first + done)):
+                while done < num_bytes and (count := os.preadv(descriptor, [view[done:]], first + done)):
                     done += count
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise Unreadable(f"{self.path.name} cannot be read: {os.strerror(error.errno or 0)}") from None
-        if done < len(buffer):
-            raise Unreadable(f"{self.path.name} changed while it was read: {shown(name)} is cut short")
-        return torch.frombuffer(buffer, dtype=TORCH_DTYPES[entry.dtype]).view(entry.shape)
+        return memory if done == num_bytes else None
+
+
+def _tensor(memory: NDArray[np.uint8], entry: TensorEntry, offset: int) -> torch.Tensor:
+    """The tensor that begins at that byte; a copy only if its elements lie across their natural borders."""
+    dtype = _NUMPY_DTYPES[entry.dtype]
+    values = np.frombuffer(memory, dtype, entry.num_bytes // dtype.itemsize, offset).reshape(entry.shape)
+    tensor = torch.from_numpy(values if offset % dtype.itemsize == 0 else values.copy())
+    return tensor.view(torch.bfloat16) if entry.dtype == "BF16" else tensor
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
@@ -103,25 +150,29 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         end += entry.num_bytes
     if end != size:
         raise Unreadable(f"{path.name} has {size} bytes and its header describes {end} (truncated, or a false header)")
-    return SafetensorsFile(path, entries)
+    return SafetensorsFile(path, entries, data_first, size)
 
 
 def _entry(file: str, name: str, claim: Any, data_first: int) -> TensorEntry:
-    where = f"{file}: {shown(name)}"
-    if not isinstance(claim, dict) or claim.keys() != {"dtype", "shape", "data_offsets"}:
-        raise Unreadable(f"{where} must be described by dtype, shape and data_offsets, got {shown(claim)}")
+    if not isinstance(claim, dict) or claim.keys() != _CLAIMS:
+        raise _malformed(file, name, f"must be described by dtype, shape and data_offsets, got {shown(claim)}")
     dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
-        raise Unreadable(f"{where} has the unknown dtype {shown(dtype)}")
+        raise _malformed(file, name, f"has the unknown dtype {shown(dtype)}")
     if not _are_counts(shape) or len(shape) > _MAX_DIMS:
-        raise Unreadable(f"{where} has the malformed shape {shown(shape)}")
+        raise _malformed(file, name, f"has the malformed shape {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise Unreadable(f"{where} has the malformed data_offsets {shown(offsets)}")
+        raise _malformed(file, name, f"has the malformed data_offsets {shown(offsets)}")
     num_bytes = offsets[1] - offsets[0]
-    if num_bytes * 8 != prod(shape) * _ITEM_BITS[dtype]:
-        raise Unreadable(f"{where} has {num_bytes} bytes, which is not shape {shown(shape)} of {dtype}")
+    if num_bytes * 8 != math.prod(shape) * _ITEM_BITS[dtype]:
+        raise _malformed(file, name, f"has {num_bytes} bytes, which is not shape {shown(shape)} of {dtype}")
     return TensorEntry(dtype, tuple(shape), data_first + offsets[0], num_bytes)
 
 
+def _malformed(file: str, name: str, what: str) -> Unreadable:
+    return Unreadable(f"{file}: {shown(name)} {what}")
+
+
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    # By type: true is an int, too.
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)

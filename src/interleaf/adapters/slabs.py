@@ -22,8 +22,8 @@ import torch
 
 from interleaf.adapters.disk_tier import DiskTier
 from interleaf.adapters.host_tier import HostEntry, HostTier
-from interleaf.adapters.image import AdapterImage
-from interleaf.adapters.image_file import image_bytes, image_shape, make_header, read_header
+from interleaf.adapters.image import AdapterImage, ImageDraft
+from interleaf.adapters.image_file import ImageHeader, encode_header, image_bytes, image_shape, read_header
 from interleaf.adapters.json_file import Unreadable
 from interleaf.core import AdapterUid
 from interleaf.errors import AdapterLoadFailed
@@ -31,9 +31,15 @@ from interleaf.memory.geometry import PageGeometry
 
 SUFFIX = ".slab"
 
+_MIN_WRITE_BYTES = 16 * 1024
+"""Layers of one page are written together until they are so many: a call costs as much as copying a few KB."""
 
-def write_slab(folder: Path, uid: AdapterUid, source: str, image: AdapterImage) -> Path:
-    """Write an image, and what it was made of, where another process can map it. Returns: a new file.
+
+def write_slab(folder: Path, uid: AdapterUid, source: str, draft: ImageDraft) -> Path:
+    """Make an image, and write it, and what it was made of, where another process can map it. Returns: a new file.
+
+    Layers are written as they are made, while the processor's cache holds them: the whole image is nowhere but in the
+    file. Its header comes last: without it, a file is no slab.
 
     Raises: AdapterLoadFailed: the folder has no room; nothing is left there.
     """
@@ -41,16 +47,38 @@ def write_slab(folder: Path, uid: AdapterUid, source: str, image: AdapterImage) 
     try:
         descriptor, name = tempfile.mkstemp(SUFFIX, f"{uid[:12]}-", folder)
         path = Path(name)
-        with open(descriptor, "wb") as file:
-            file.write(make_header(uid, source, image, digested=False))
-            file.write(image_bytes(image.data))
-    except OSError as error:
+        try:
+            header = encode_header(ImageHeader(uid, source, draft.layout, str(draft.dtype)))
+            _write_image(descriptor, len(header), draft)
+            _write(descriptor, memoryview(header), 0)
+        finally:
+            os.close(descriptor)
+    except BaseException as error:
         if path is not None:
             path.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise AdapterLoadFailed(
-            uid, f"its {image.num_bytes} bytes could not be written to {folder}: {error}"
+            uid, f"its {draft.num_bytes} bytes could not be written to {folder}: {error}"
         ) from error
     return path
+
+
+def _write_image(descriptor: int, first: int, draft: ImageDraft) -> None:
+    """Write an image from byte `first` on: a few layers of one page after the other, then the next layers."""
+    pages, num_layers, lane_elems = draft.shape
+    lane_bytes = lane_elems * draft.dtype.itemsize
+    layers = min(num_layers, -(-_MIN_WRITE_BYTES // lane_bytes))
+    for number, part in enumerate(draft.parts(layers)):
+        at, data, page_bytes = first + number * layers * lane_bytes, image_bytes(part), part.shape[1] * lane_bytes
+        for page in range(pages):
+            _write(descriptor, data[page * page_bytes :][:page_bytes], at + page * num_layers * lane_bytes)
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(descriptor, data, at)
+        data, at = data[done:], at + done
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -198,6 +198,12 @@ class Renamed(Message, frozen=True):
 # ---------------------------------------------------------------------------------------------------- answers
 
 
+class Taken(Message, frozen=True):
+    """A call has arrived and is being carried out; its answer follows."""
+
+    call: int
+
+
 class Done(Message, frozen=True):
     """A call has been carried out."""
 
@@ -284,7 +290,7 @@ ToEngine = Hello | Submit | Abort | AskStats | Register | Withdraw | Fetched
 ToApi = Welcome | Events | Refused | Stats | Stopping
 EngineToPublisher = WelcomePublisher | Done | Failed | Fetch | Stopping
 ToPublisher = Hello | Load | Unload | AskNames
-FromPublisher = Loaded | Done | Names | Failed | Renamed
+FromPublisher = Taken | Loaded | Done | Names | Failed | Renamed
 Report = Started | StartFailed | Progress
 
 encode = msgspec.msgpack.Encoder().encode

@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from interleaf.adapters.image import build
+from interleaf.adapters.image import draft
 from interleaf.adapters.parsed import ParsedAdapter
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.slabs import SUFFIX, write_slab
@@ -150,6 +150,7 @@ class Publisher:
     def _from_api(self, peer: Peer, data: bytes) -> None:
         match _REQUESTS.decode(data):
             case m.Load() as load:
+                self._send(peer, m.Taken(load.call))
                 with self._failing(peer, load.call):
                     self._load(peer, load)
             case m.Unload() as unload:
@@ -269,7 +270,7 @@ class Publisher:
 
     def _write(self, parsed: ParsedAdapter, source: str) -> Path:
         """Lay an adapter out as the engine's pages hold it. Raises: AdapterRejected, AdapterLoadFailed."""
-        image = build(parsed, self._shard, self._welcome.geometry, self._dtype, self._welcome.order)
+        image = draft(parsed, self._shard, self._welcome.geometry, self._dtype, self._welcome.order)
         return write_slab(self._slabs, parsed.uid, source, image)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """`RemoteEngine`: the engine of another process behind the contract of `AsyncEngine`. Names live here, uids travel.
 
-Requests go to the engine, adapters to the publisher. This process keeps a copy of the table of names, which every
-change that the publisher tells brings up to date; a request whose adapter was withdrawn on the way is resolved again.
+Requests go to the engine, adapters to the publisher (`remote_publisher`), of whose table of names this process keeps a
+copy; a request whose adapter was withdrawn on the way is resolved again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,20 @@ import msgspec
 
 from interleaf.core import AdapterUid, Event, RequestFailed, SamplingParams
 from interleaf.engine import messages as m
-from interleaf.engine.channel import ENGINE_SOCKET, PUBLISHER_SOCKET, AsyncLink
+from interleaf.engine.calls import Calls
+from interleaf.engine.channel import ENGINE_SOCKET, AsyncLink
 from interleaf.engine.client import check_request
+from interleaf.engine.remote_publisher import RemotePublisher
 from interleaf.engine.serving import EngineInfo, Inbox, OnLeft
-from interleaf.errors import AdapterNotFound, AdaptersUnavailable, EngineDead, InterleafError, RequestRejected
+from interleaf.errors import AdapterNotFound, EngineDead, InterleafError, RequestRejected
 from interleaf.stats import EngineStats
 
 _CONNECT_S = 30.0
-
-_RESTART_S = 30.0
-"""For a publisher that has died to be started again, which is mostly a few seconds; then a call is refused."""
 
 _LAST_WORDS_S = 0.5
 """What a dying engine has sent is read before its requests are failed for it."""
 
 _FROM_ENGINE = msgspec.msgpack.Decoder(m.ToApi)
-_FROM_PUBLISHER = msgspec.msgpack.Decoder(m.FromPublisher)
 
 
 class RemoteEngine:
@@ -50,13 +47,9 @@ class RemoteEngine:
         self._ids = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         self._inboxes: dict[str, Inbox] = {}
-        self._names: dict[str, AdapterUid] = {}
-        self._version = 0
-        self._engine_calls: dict[int, asyncio.Future[Any]] = {}
-        self._publisher_calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls = Calls()
         self._engine: AsyncLink | None = None
-        self._publisher: AsyncLink | None = None
-        self._publisher_changed = asyncio.Event()  # another one is there, or there will be none
+        self._publisher = RemotePublisher(run, self._start)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -90,11 +83,11 @@ class RemoteEngine:
 
     def adapters(self) -> tuple[str, ...]:
         """Names that `generate` accepts."""
-        return tuple(self._names)
+        return tuple(self._publisher.names)
 
     def has_adapter(self, name: str) -> bool:
         """Whether `generate` accepts a name."""
-        return name in self._names
+        return name in self._publisher.names
 
     async def generate(
         self,
@@ -111,7 +104,7 @@ class RemoteEngine:
             try:
                 events = await inbox.take()
             except _Stale:
-                await self._read_names()
+                await self._publisher.read_names()
                 inbox = self._submit(prompt_token_ids, params, adapter, cache_salt)
                 events = await _take_or_not_found(inbox, adapter)
             yield events
@@ -128,23 +121,21 @@ class RemoteEngine:
 
     async def load_adapter(self, name: str, source: str) -> AdapterUid:
         """See AsyncEngine. Raises, too: AdaptersUnavailable."""
-        loaded = await self._ask_publisher(lambda call: m.Load(call, name, source))
-        assert isinstance(loaded, m.Loaded)
-        return loaded.uid
+        return await self._publisher.load(name, source)
 
     async def unload_adapter(self, name: str) -> None:
         """See AsyncEngine. Raises, too: AdaptersUnavailable."""
-        await self._ask_publisher(lambda call: m.Unload(call, name))
+        await self._publisher.unload(name)
 
     async def stats(self) -> EngineStats:
         """See AsyncEngine."""
         self._require_alive()
         assert self._engine is not None
-        call, future = self._new_call(self._engine_calls)
+        call, future = self._calls.new()
         self._engine.send(m.encode(m.AskStats(call)))
         stats: EngineStats = await future
         pages = stats.adapter_pages  # by uid, which is all that the engine knows
-        found = {uid: name for name, uid in reversed(self._names.items()) if uid in pages}
+        found = {uid: name for name, uid in reversed(self._publisher.names.items()) if uid in pages}
         return replace(stats, adapter_pages={name: pages[uid] for uid, name in found.items()})
 
     async def close(self) -> None:
@@ -153,10 +144,10 @@ class RemoteEngine:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in (self._engine, self._publisher):
-            if link is not None:
-                link.close()
-        self._engine = self._publisher = None
+        self._publisher.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     # ------------------------------------------------------------------ requests
 
@@ -168,7 +159,7 @@ class RemoteEngine:
         assert self._engine is not None
         uid = None
         if adapter is not None:
-            uid = self._names.get(adapter)
+            uid = self._publisher.names.get(adapter)
             if uid is None:
                 raise AdapterNotFound(adapter)
         inbox = Inbox(f"{self._prefix}-{next(self._ids)}")
@@ -199,9 +190,8 @@ class RemoteEngine:
         while self._inboxes:
             request_id, inbox = self._inboxes.popitem()
             inbox.put([RequestFailed(request_id, self._stopped)])
-        _fail(self._engine_calls, EngineDead(self._stopped))
-        _fail(self._publisher_calls, EngineDead(self._stopped))
-        self._publisher_changed.set()
+        self._calls.fail(EngineDead(self._stopped))
+        self._publisher.stop(self._stopped)
 
     # ------------------------------------------------------------------ the two connections
 
@@ -215,9 +205,7 @@ class RemoteEngine:
         self._info = welcome.info
         self._start(self._hear_engine(self._engine))
         self._start(self._watch_engine(self._engine))
-        self._publisher = await AsyncLink.open(str(self._run / PUBLISHER_SOCKET))
-        self._start(self._keep_publisher(self._publisher))
-        await self._read_names()
+        await self._publisher.open()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -243,7 +231,7 @@ class RemoteEngine:
                         error = message.error.exception()
                         inbox.refuse(_Stale(str(error)) if message.is_stale else error)
                 case m.Stats(call, stats):
-                    _answer(self._engine_calls, call, stats)
+                    self._calls.answer(call, stats)
                 case m.Stopping(reason):
                     self._stop(reason)
 
@@ -270,90 +258,6 @@ class RemoteEngine:
         await asyncio.sleep(_LAST_WORDS_S)
         self._stop(self._stopped)
 
-    async def _keep_publisher(self, link: AsyncLink) -> None:
-        """Hear the publisher; when it has died, reach its successor."""
-        while True:
-            hearing = self._start(self._hear_publisher(link))
-            await link.died()
-            hearing.cancel()
-            await asyncio.wait([hearing])
-            self._publisher = None
-            link.close()
-            died = "the process that reads adapters has died while it was at this, and is started again; try once more"
-            _fail(self._publisher_calls, AdaptersUnavailable(died))
-            while self._publisher is None:
-                if self._stopped is not None:
-                    return  # there will be no other
-                with suppress(ConnectionError):
-                    self._publisher = await AsyncLink.open(str(self._run / PUBLISHER_SOCKET))
-            link = self._publisher
-            self._publisher_changed.set()
-            self._start(self._reread_names())
-
-    async def _hear_publisher(self, link: AsyncLink) -> None:
-        while True:
-            message = _FROM_PUBLISHER.decode(await link.receive())
-            match message:
-                case m.Renamed():
-                    self._renamed(message)
-                case m.Failed(call, error):
-                    _answer(self._publisher_calls, call, error.exception())
-                case m.Names():
-                    self._names, self._version = message.uids, message.version
-                    _answer(self._publisher_calls, message.call, message)
-                case m.Loaded() | m.Done():
-                    _answer(self._publisher_calls, message.call, message)
-
-    def _renamed(self, change: m.Renamed) -> None:
-        if change.version <= self._version:
-            return  # in the table that was read since
-        if change.version > self._version + 1:
-            self._start(self._reread_names())
-        self._version = change.version
-        if change.uid is None:
-            self._names.pop(change.name, None)
-        else:
-            self._names[change.name] = change.uid
-
-    async def _read_names(self) -> None:
-        """Have the table as it is now. Raises: AdaptersUnavailable."""
-        await self._ask_publisher(m.AskNames)
-
-    async def _reread_names(self) -> None:
-        with suppress(InterleafError):  # its successor is asked again
-            await self._read_names()
-
-    async def _ask_publisher(self, message: Callable[[int], m.Message]) -> m.Message:
-        """Ask once, whoever answers then: what a publisher was at when it died may have killed it.
-
-        Raises: what the publisher answers; EngineDead; AdaptersUnavailable: it has died, or is not back in time.
-        """
-        publisher = await self._living_publisher()
-        call, future = self._new_call(self._publisher_calls)
-        publisher.send(m.encode(message(call)))
-        answer: m.Message = await future
-        return answer
-
-    async def _living_publisher(self) -> AsyncLink:
-        """The publisher; if it has died, the one that takes its place."""
-        try:
-            async with asyncio.timeout(_RESTART_S):
-                while True:
-                    self._require_alive()
-                    if self._publisher is not None and self._publisher.is_open:
-                        return self._publisher
-                    self._publisher_changed.clear()
-                    await self._publisher_changed.wait()
-        except TimeoutError:
-            died = f"the process that reads adapters has died and is not back after {_RESTART_S:g} s; try once more"
-            raise AdaptersUnavailable(died) from None
-
-    def _new_call(self, calls: dict[int, asyncio.Future[Any]]) -> tuple[int, asyncio.Future[Any]]:
-        call, future = next(self._ids), asyncio.get_running_loop().create_future()
-        calls[call] = future
-        future.add_done_callback(lambda done: calls.pop(call, None))
-        return call, future
-
 
 class _Stale(InterleafError):
     """The adapter of a request was withdrawn while it travelled."""
@@ -364,18 +268,3 @@ async def _take_or_not_found(inbox: Inbox, adapter: str | None) -> list[Event]:
         return await inbox.take()
     except _Stale:
         raise AdapterNotFound(str(adapter)) from None
-
-
-def _answer(calls: dict[int, asyncio.Future[Any]], call: int, answer: object) -> None:
-    future = calls.get(call)
-    if future is None or future.done():
-        return  # whoever asked has gone
-    if isinstance(answer, InterleafError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
-
-
-def _fail(calls: dict[int, asyncio.Future[Any]], error: InterleafError) -> None:
-    for call in list(calls):
-        _answer(calls, call, error)
