@@ -99,6 +99,8 @@ class _Server(uvicorn.Server):
         self._totals = totals
         self._process = process
         self._drain_timeout_s = drain_timeout_s
+        self._cut: set[asyncio.Task[None]] = set()  # requests that the second signal found open, however they end
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cut_request)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn, whose backlog is both: what the kernel keeps, and what is accepted at a time."""
@@ -118,13 +120,15 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn. The log says how many requests are open when it begins, and how many of them were cut."""
         begun_s = time.perf_counter()
-        requests = [task for task in self.server_state.tasks if not task.done()]
+        requests = self._open_requests() | self._cut
         logger.info(
             "stopping: no new connection is taken",
             extra=log_fields(process=self._process, open_requests=len(requests), drain_timeout_s=self._drain_timeout_s),
         )
         await super().shutdown(sockets)
-        cut = sum(not task.done() or task.cancelling() > 0 for task in requests)
+        if self.force_exit:  # uvicorn leaves it out, and shows where it was when the loop ends
+            await self.lifespan.shutdown()
+        cut = len(self._cut | {task for task in requests if not task.done() or task.cancelling()})
         logger.log(
             logging.WARNING if cut else logging.INFO,
             "open requests are cut" if cut else "drained",
@@ -146,5 +150,15 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
+        if self.should_exit:
+            self._cut |= self._open_requests()
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    def _open_requests(self) -> set[asyncio.Task[None]]:
+        return {task for task in self.server_state.tasks if not task.done()}
+
+
+def _is_no_cut_request(record: logging.LogRecord) -> bool:
+    """uvicorn shows a stack for each request that is cut, as if it had failed; `_Server.shutdown` counts them."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
