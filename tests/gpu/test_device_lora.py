@@ -11,6 +11,7 @@ import torch
 from interleaf.core import LoraGroup, Module
 from interleaf.kernels import lora_add
 from interleaf.kernels.cuda import PagedLaunch
+from interleaf.kernels.launch_shapes import CUT_RANKS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -194,7 +195,7 @@ def test_warming_runs_every_launch_of_whatever_adapters_come_and_changes_nothing
     pool = large_pages()
     book = pool.book()
     assert book.warm(pool.data) == 0
-    for rank in (8, 16, 128):
+    for rank in CUT_RANKS:
         cut = pool.all_ranks(rank)
         book.add(id(cut), cut.layout, cut.pages)
     before = pool.data.clone()

@@ -32,11 +32,17 @@ class LaunchShape:
     plain: bool
 
 
+CUT_RANKS = (1, STACK_ROWS // 2 + 1)
+"""Of two adapters on all modules, whose A are cut in all ways that there are: what counts is whether the rows of a
+group's A, all modules together, are at most half of STACK_ROWS, and here all groups' are, and none's.
+"""
+
+
 def all_shapes(fields: Callable[[Pair], Longs]) -> set[LaunchShape]:
     """Everything that launches may be compiled for, whatever the ranks of each module.
 
     Args:
-        fields: of layouts whose A are cut in as many ways as there are: all modules of rank 8, of 16 and of 128.
+        fields: of layouts whose A are cut in as many ways as there are: all modules of each of CUT_RANKS.
     """
     found: set[LaunchShape] = set()
     for high in (False, True):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from interleaf.adapters.image import layout_of
 from interleaf.core import AdapterUid, Chunk, Module, SamplingParams, SeatStart, StepPlan, StreamOrder
 from interleaf.engine.cuda.runner import CudaRunner
+from interleaf.kernels.launch_shapes import CUT_RANKS
 from interleaf.memory.geometry import PageGeometry
 from interleaf.parallel.shard import Shard
 
@@ -18,8 +19,6 @@ _GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4)
 _RANKS = (16, 64)
 """Of adapters with which steps are made up."""
-_CUT_RANKS = (8, 16, 128)
-"""Of adapters that are cut into pieces in all ways that there are (`DeviceLora.warm`)."""
 _ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
 _PROMPT_TOKENS = 256
 _MIXED_ROWS = 64
@@ -86,7 +85,7 @@ class WarmUp:
 
     def _lora_kernels(self) -> None:
         """All kernels, for whatever adapters come: a rank that is met for the first time must hold up no step."""
-        uids = [uid for rank in _CUT_RANKS for uid in self._adapters(rank, 1)]
+        uids = [uid for rank in CUT_RANKS for uid in self._adapters(rank, 1)]
         self._runner.warm_lora()
         self._runner.forget_adapters(uids)
 
