@@ -190,6 +190,7 @@ class _Serve(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """See Typer; as there, the page is printed, and the formatter left empty."""
         console = Console(highlight=False, soft_wrap=True)
+        console.width = console.width or _HELP_WIDTH  # COLUMNS=0 says that there is no terminal
         for line, is_heading in help_lines(inspect.getdoc(_serve) or "", min(console.width, _HELP_WIDTH)):
             console.print(line, style="bold" if is_heading else None, markup=False)
 

@@ -51,6 +51,10 @@ def test_no_line_is_wider_than_the_terminal() -> None:
     assert max(map(len, page(200).splitlines())) <= 100, "long lines are hard to read"
 
 
+def test_a_terminal_without_columns_gets_a_page_too() -> None:
+    assert page(0) == page(100)
+
+
 def test_options_stand_in_their_groups() -> None:
     lines = [line for line, _ in help_lines("About.", 80)]
     headings = [line for line, is_heading in help_lines("About.", 80) if is_heading][1:]
@@ -69,7 +73,9 @@ def test_defaults_are_those_of_the_settings_on_both_devices() -> None:
     assert BY_NAME["max_num_seqs"].default == f"{on_cpu.max_num_seqs}, on a GPU {on_gpu.max_num_seqs}"
     assert BY_NAME["swap_memory"].default == f"0, on a GPU {shown_bytes(on_gpu.swap_memory_bytes)}"
     disk = EngineConfig(adapter_disk_dir="folder")
-    assert BY_NAME["adapter_disk_memory"].default == shown_bytes(disk.adapter_disk_memory_bytes)
+    assert (
+        BY_NAME["adapter_disk_memory"].default == f"none; with the folder {shown_bytes(disk.adapter_disk_memory_bytes)}"
+    )
     assert BY_NAME["keep_alive"].default == "30"
     assert BY_NAME["device"].default == "cpu"
 

@@ -1,11 +1,16 @@
 """Settings: defaults, limits, and the name of whatever is wrong."""
 
 import dataclasses
+import enum
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from interleaf.config import EngineConfig, parse_bytes
+from interleaf.config import EngineConfig, ServerConfig, parse_bytes
 from interleaf.errors import ConfigError
 from interleaf.server.host_memory import host_memory_bytes, host_memory_warnings
 
@@ -132,6 +137,69 @@ def test_loads_ahead_of_need_are_among_all_loads() -> None:
     assert EngineConfig(max_loads=4, prefetch_loads=4).prefetch_loads == 4
     found = {max_loads: EngineConfig(max_loads=max_loads).prefetch_loads for max_loads in (1, 8, 32)}
     assert found == {1: 1, 8: 8, 32: 8}, "who sets only max_loads contradicts nothing"
+
+
+class Word(str, enum.Enum):  # noqa: UP042  # unlike StrEnum's, its members' str() is their name
+    LRU = "lru"
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("max_num_seqs", np.int64(16), 16),
+        ("memory", np.int32(4096), 4096),
+        ("page_tokens", np.int64(16), 16),
+        ("memory_split", np.float32(0.5), 0.5),
+        ("memory_split", Fraction(1, 2), 0.5),
+        ("load_timeout", 5, 5.0),
+        ("load_timeout", np.float64(5), 5.0),
+        ("eviction", Word.LRU, "lru"),
+        ("eviction", np.str_("lru"), "lru"),
+        ("memory", np.str_("4KiB"), 4096),
+        ("adapter_disk_dir", Path("a/folder"), "a/folder"),
+    ],
+)
+def test_numbers_texts_and_paths_of_other_libraries_are_kept_as_python_s_own(
+    name: str, given: object, kept: object
+) -> None:
+    """So that they can be sent to another process as they are."""
+    found = getattr(EngineConfig.from_mapping({name: given}), name)
+    assert (type(found), found) == (type(kept), kept)
+
+
+def test_a_server_s_paths_may_be_pathlib_s() -> None:
+    config = ServerConfig(
+        model=Path("m"),  # type: ignore[arg-type]
+        adapters={"a": Path("x/a")},  # type: ignore[arg-type]
+        adapters_dir=Path("x"),  # type: ignore[arg-type]
+        allow_adapter_root=[Path("y")],  # type: ignore[arg-type]
+    )
+    assert (config.model, config.adapters, config.adapters_dir) == ("m", (("a", "x/a"),), "x")
+    assert config.allow_adapter_root == ("y",)
+
+
+HOSTILE = (
+    b"1GiB", Decimal(1), 1j, float("nan"), float("inf"), 10**5000, -(10**5000), [], {}, np.bool_(True),
+    np.array([1, 2]), np.array(5), "a\0b", Unspeakable(), object, range(3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: type(value).__name__)
+def test_whatever_a_setting_is_given_it_is_kept_or_refused_by_name_in_a_short_line(value: object) -> None:
+    for config, base in ((EngineConfig, {}), (ServerConfig, {"model": "m"})):
+        for field in dataclasses.fields(config):
+            message = f"{field.name} must be "
+            try:
+                config(**{**base, field.name: value})
+            except ConfigError as error:
+                message = str(error)
+            assert message.startswith(f"{field.name} must be ")
+            assert len(message) < 300
 
 
 @pytest.mark.parametrize("settings", [{}, {"device": "cuda"}, {"adapter_disk_dir": "d", "max_loads": 2, "seed": 3}])

@@ -164,6 +164,20 @@ def test_every_setting_is_an_option_and_every_option_a_setting() -> None:
     assert sorted(option.name for option in OPTIONS) == sorted(fields)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_documented_default_may_be_set_and_all_of_them_together(device: str) -> None:
+    """As charts do that list all variables. What stands for no value is in words."""
+    environment = {"INTERLEAF_MODEL": "m", "INTERLEAF_DEVICE": device}
+    for option in OPTIONS:
+        if option.default and not option.unset and option.name != "device":
+            on_cpu, _, on_gpu = option.default.partition(", on a GPU ")
+            environment[option.variable] = on_gpu if on_gpu and device == "cuda" else on_cpu
+    assert len(environment) > 30
+    settings = load_settings({}, environment)
+    assert settings.engine == EngineConfig(device=device)
+    assert settings.server == ServerConfig(model="m")
+
+
 def test_the_operators_page_has_the_table_that_the_code_makes() -> None:
     assert options_table() in (REPOSITORY / "docs" / "operate.md").read_text("utf-8")
 

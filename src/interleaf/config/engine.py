@@ -11,6 +11,7 @@ from interleaf.config.names import unknown_setting
 from interleaf.config.rules import (
     Choice,
     Maybe,
+    PathText,
     Rule,
     Seconds,
     Share,
@@ -57,7 +58,7 @@ _RULES: Mapping[str, Rule] = {
     "max_graphs": Whole(0, 2**12),
     "max_model_len": Maybe(Whole(1, 2**31)),
     "adapter_host_memory": Size(),
-    "adapter_disk_dir": Maybe(Text("a folder")),
+    "adapter_disk_dir": Maybe(PathText("a folder")),
     "adapter_disk_memory": Maybe(Size()),
     "swap_memory": Size(may_be_zero=True),
     "overlap": Switch(),
@@ -106,8 +107,9 @@ class EngineConfig:
         eviction: which idle adapter or prefix leaves first: the one worth least, by the time it takes to bring it back
             and the chance that it will be wanted ("cost"), or the least recently used ("lru").
         copy_rate: bytes a second that an adapter's copy into the pool takes to be, and prefill_rate: tokens of prompts
-            a second. The eviction order and preemption reckon with them. None: measured at start. Setting both makes a
-            run repeatable, plan by plan.
+            a second. The eviction order and preemption reckon with them, and a GPU hands adapters over whose copies
+            will have ended when the next step begins: more than is true makes that wait. None: measured at start.
+            Setting both makes a run on a CPU repeatable, plan by plan.
         prefix_cache: sequences of one adapter that begin alike share the pages of what they have in common.
         max_loads: adapters on their way to the pool at most.
         prefetch_loads: of those, how many may be for requests that cannot start yet; 0: none. None: 8, or `max_loads`
@@ -146,7 +148,7 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        checked("device", _DEVICE, self.device)
+        keep(self, {"device": _DEVICE})
         self._fill_in()
         keep(self, _RULES)
         if self.memory_fraction is not None and self.device == "cpu":
@@ -173,13 +175,12 @@ class EngineConfig:
     def _fill_in(self) -> None:
         """Give the settings that nobody has set what suits the device and each other."""
         values = dict(_CPU_DEFAULTS if self.device == "cpu" else _GPU_DEFAULTS)
-        if isinstance(self.max_loads, int):
-            values["prefetch_loads"] = min(_PREFETCH_LOADS, self.max_loads)
+        values["prefetch_loads"] = min(_PREFETCH_LOADS, checked("max_loads", _RULES["max_loads"], self.max_loads))
         if self.adapter_disk_dir is not None:
             values["adapter_disk_memory"] = _ADAPTER_DISK_MEMORY
         seats = values["max_num_seqs"] if self.max_num_seqs is None else self.max_num_seqs
-        if isinstance(seats, int):
-            values["refill_seats"] = 1 if self.device == "cpu" else max(1, seats // _REFILL_SHARE)
+        seats = checked("max_num_seqs", _RULES["max_num_seqs"], seats)
+        values["refill_seats"] = 1 if self.device == "cpu" else max(1, seats // _REFILL_SHARE)
         for name, value in values.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

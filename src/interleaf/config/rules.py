@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ def checked(name: str, rule: Rule, value: object) -> Any:
     try:
         return rule.kept(value)
     except ValueError:
-        raise ConfigError(f"{name} must be {rule.wanted}, got {_shown(value)}") from None
+        raise ConfigError(f"{name} must be {rule.wanted}, got {shown(value)}") from None
 
 
 def keep(config: object, rules: Mapping[str, Rule]) -> None:
@@ -84,9 +86,10 @@ class Whole:
         return f"a whole number from {self.low} to {self.high}"
 
     def kept(self, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
+        number = _whole(value)
+        if not self.low <= number <= self.high:
             raise ValueError
-        return value
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,10 @@ class Seconds:
         return f"a number of seconds {'from 0 to' if self.may_be_zero else 'over 0, at most'} {_MAX_SECONDS}"
 
     def kept(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_SECONDS:
+        seconds = _real(value)
+        if not 0 <= seconds <= _MAX_SECONDS or not (seconds or self.may_be_zero):
             raise ValueError  # NaN is one of these
-        if not value and not self.may_be_zero:
-            raise ValueError
-        return value
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +121,8 @@ class Size:
         return f'{low}a size such as "512MiB" or "2GB", over 0 and at most 1024TiB'
 
     def kept(self, value: object) -> int:
-        num_bytes = _bytes_of(value) if isinstance(value, str) else value
-        if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or not 0 <= num_bytes <= _MAX_BYTES:
-            raise ValueError
-        if not num_bytes and not self.may_be_zero:
+        num_bytes = _bytes_of(value) if isinstance(value, str) else _whole(value)
+        if not 0 <= num_bytes <= _MAX_BYTES or not (num_bytes or self.may_be_zero):
             raise ValueError
         return num_bytes
 
@@ -136,9 +136,7 @@ class Share:
         return "a share between 0 and 1, excluding both"
 
     def kept(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, float | str):
-            raise ValueError
-        share = float(value)
+        share = float(value) if isinstance(value, str) else _real(value)
         if not 0.0 < share < 1.0:
             raise ValueError
         return share
@@ -172,9 +170,10 @@ class Choice:
         return f"one of {', '.join(map(str, self.values))}"
 
     def kept(self, value: object) -> Any:
-        if not any(type(value) is type(one) and value == one for one in self.values):
-            raise ValueError  # 16.0 is not 16, and True is not 1
-        return value
+        given = _text(value) if isinstance(value, str) else _whole(value)  # 16.0 is not 16, and True is not 1
+        if given not in self.values:
+            raise ValueError
+        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +195,47 @@ class Text:
     """A text that is not empty, of a form if one is given."""
 
     wanted: str = "a text that is not empty"
-    form: str = "(?s:.+)"
+    form: str = r"[^\0]+"
 
     def kept(self, value: object) -> str:
-        if not isinstance(value, str) or not re.fullmatch(self.form, value):
+        text = _text(value)
+        if not re.fullmatch(self.form, text):
             raise ValueError
-        return value
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class PathText:
+    """A path that is not empty, as text or as `pathlib` has it. Kept as text."""
+
+    wanted: str = "a path that is not empty"
+
+    def kept(self, value: object) -> str:
+        return Text().kept(os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+def _whole(value: object) -> int:
+    """Any kind of integer as Python's own. Raises: ValueError: it is none, as True is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError
+    return int(value)
+
+
+def _real(value: object) -> float:
+    """Any kind of real number as Python's own. Raises: ValueError: it is none, or beyond all floats."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError from None
+
+
+def _text(value: object) -> str:
+    """Any kind of text as Python's own. Raises: ValueError: it is none."""
+    if not isinstance(value, str):
+        raise ValueError
+    return str.__str__(value)  # what an enumeration's member is, not what it is called
 
 
 def _bytes_of(text: str) -> int:
@@ -213,10 +247,10 @@ def _bytes_of(text: str) -> int:
     return int(Fraction(match[1] + (match[2] or "")) * unit)  # exactly: 4.1GB as a float is a byte short
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as it may stand in a message: short, whatever was given."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except Exception:  # Python writes no number of more than 4300 digits, and what others write is theirs
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else "what cannot be written"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

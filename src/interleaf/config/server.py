@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
-from interleaf.config.rules import Choice, Maybe, Rule, Seconds, Size, Switch, Text, Whole, keep, parse_bytes
+from interleaf.config.rules import (
+    Choice,
+    Maybe,
+    PathText,
+    Rule,
+    Seconds,
+    Size,
+    Switch,
+    Text,
+    Whole,
+    keep,
+    parse_bytes,
+    shown,
+)
 from interleaf.errors import ConfigError
 
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+_TEXT = Text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +35,20 @@ class _Texts:
     """A list of texts that are not empty."""
 
     wanted: str = "a list of texts that are not empty"
+    each: Rule = _TEXT
 
     def kept(self, value: object) -> tuple[str, ...]:
-        if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        if not isinstance(value, list | tuple):
             raise ValueError
-        return tuple(value)
+        return tuple(self.each.kept(text) for text in value)
 
 
 _RULES: Mapping[str, Rule] = {
-    "model": Text(),
+    "model": PathText(),
     "served_model_name": Maybe(Text()),
-    "tokenizer": Maybe(Text()),
-    "adapters_dir": Maybe(Text()),
-    "allow_adapter_root": _Texts(),
+    "tokenizer": Maybe(PathText()),
+    "adapters_dir": Maybe(PathText()),
+    "allow_adapter_root": _Texts("a list of folders", PathText()),
     "allow_runtime_loading": Switch(),
     "allow_dummy_adapters": Switch(),
     "host": Text(),
@@ -48,7 +65,7 @@ _RULES: Mapping[str, Rule] = {
     "keep_alive": Seconds(),
     "drain_timeout": Seconds(),
     "exit_after": Maybe(Seconds()),
-    "slab_dir": Maybe(Text()),
+    "slab_dir": Maybe(PathText()),
     "publisher_threads": Maybe(Whole(1, 64)),
     "log_format": Choice(get_args(LogFormat)),
     "log_level": Choice(get_args(LogLevel)),
@@ -133,16 +150,20 @@ def _pairs(adapters: object) -> tuple[tuple[str, str], ...]:
     """(name, path) pairs, each name once."""
     found: dict[str, str] = {}
     items = adapters.items() if isinstance(adapters, Mapping) else adapters
-    _require(isinstance(items, Iterable) and not isinstance(items, str), "a table of name = path", adapters)
-    for pair in items:  # type: ignore[attr-defined]
-        whole = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) and text for text in pair)
-        _require(whole, "pairs of a name and a path", pair)
-        if pair[0] in found:
-            raise ConfigError(f"adapters names {pair[0]!r} twice: {found[pair[0]]!r} and {pair[1]!r}")
-        found[pair[0]] = pair[1]
+    try:
+        if isinstance(items, str | bytes):
+            raise TypeError
+        pairs = [*cast(Iterable[object], items)]
+    except TypeError:
+        raise ConfigError(f"adapters must be a table of name = path, got {shown(adapters)}") from None
+    for pair in pairs:
+        try:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError
+            name, path = Text().kept(pair[0]), PathText().kept(pair[1])
+        except ValueError:
+            raise ConfigError(f"adapters must be pairs of a name and a path, got {shown(pair)}") from None
+        if name in found:
+            raise ConfigError(f"adapters names {shown(name)} twice: {shown(found[name])} and {shown(path)}")
+        found[name] = path
     return tuple(found.items())
-
-
-def _require(holds: object, wanted: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"adapters must be {wanted}, got {value!r}")

@@ -85,7 +85,7 @@ OPTIONS: tuple[Option, ...] = (
             "adapter_disk_memory",
             Kind.SIZE,
             "What they may take there together; refused without the folder.",
-            unset="16GiB",
+            unset="none; with the folder 16GiB",
         ),
     ),
     *_group(
@@ -145,7 +145,8 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "copy_rate",
             Kind.SIZE,
-            "Bytes a second of copies to the pool, such as 20GB, that eviction and preemption reckon with.",
+            "Bytes a second of copies to the pool, such as 20GB, that eviction and preemption reckon with. More than "
+            "there are makes a GPU's steps wait for copies.",
             "SIZE/SECOND",
             unset="measured at start",
         ),

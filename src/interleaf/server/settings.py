@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from interleaf.config import EngineConfig, ServerConfig, unknown_setting
+from interleaf.config.rules import shown
 from interleaf.errors import ConfigError
 from interleaf.server.options import BY_NAME, OPTIONS, PREFIX, Kind, Option
 
@@ -141,5 +142,5 @@ def _number(option: Option, given: Any) -> Any:
 def _pair(text: str, source: str) -> tuple[str, str]:
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
-        raise ConfigError(f"{source} must be NAME=PATH, got {text!r}")
+        raise ConfigError(f"{source} must be NAME=PATH, got {shown(text)}")
     return name, path
