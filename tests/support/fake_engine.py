@@ -109,6 +109,7 @@ class _Load:
 class _Handle:
     runner: FakeRunner
     plan: StepPlan
+    handed_over: frozenset[AdapterUid] = frozenset()
     outcome: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -119,7 +120,12 @@ class _Handle:
 
 
 class FakeRunner:
-    """Executes plans in order, each one only when somebody waits for it (or for a later one)."""
+    """Executes plans in order, each one only when somebody waits for it (or for a later one).
+
+    Attributes:
+        early_copies: adapters that are handed over as soon as their copy has been launched: every later step waits for
+            it. No such copy is broken or slow.
+    """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
@@ -131,6 +137,7 @@ class FakeRunner:
         self.reports: list[_Load] = []
         self.broken_copies: set[str] = set()
         self.slow_copies: set[str] = set()
+        self.early_copies: frozenset[str] = frozenset()
         self.copying: dict[AdapterUid, tuple[int, ...]] = {}
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
@@ -140,7 +147,9 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> _Handle:
         assert plan.step == len(self.plans)
         self.plans.append(plan)
-        handle = _Handle(self, plan)
+        early = [load.uid for load in plan.load if load.uid in self.early_copies - self.broken_copies]
+        self.reports += map(_Load, early)
+        handle = _Handle(self, plan, frozenset(early))
         self.launched.append(handle)
         return handle
 
@@ -157,10 +166,10 @@ class FakeRunner:
 
     def run_next(self) -> None:
         handle = self.launched.popleft()
-        handle.outcome = self._execute(handle.plan)
+        handle.outcome = self._execute(handle.plan, handle.handed_over)
         self.results.append(handle.outcome)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan, handed_over: frozenset[AdapterUid]) -> StepResult:
         if plan.step == self.fail_at_step:
             raise MemoryError("the device is on fire")
         for seat in plan.vacate:
@@ -170,10 +179,11 @@ class FakeRunner:
         for uid in plan.evict:
             self.adapters.pop(uid, None)
         for load in plan.load:
-            if load.uid in self.broken_copies:
+            if load.uid in handed_over:
+                self._fill(load.uid, load.pages)
+            elif load.uid in self.broken_copies:
                 self.reports.append(_Load(load.uid, "the copy broke"))
-                continue
-            if load.uid in self.slow_copies:
+            elif load.uid in self.slow_copies:
                 self.copying[load.uid] = load.pages
             else:
                 self._end_copy(load.uid, load.pages)
@@ -207,10 +217,13 @@ class FakeRunner:
         self.copying.clear()
 
     def _end_copy(self, uid: AdapterUid, pages: tuple[int, ...]) -> None:
+        self._fill(uid, pages)
+        self.reports.append(_Load(uid))
+
+    def _fill(self, uid: AdapterUid, pages: tuple[int, ...]) -> None:
         for part, page in enumerate(pages):
             self.memory[page] = {"adapter": (uid, part)}
         self.adapters[uid] = pages
-        self.reports.append(_Load(uid))
 
     def _write(self, state: _Seat, position: int) -> None:
         page = self.memory[state.pages[position // self.page_tokens]]
@@ -258,6 +271,7 @@ class FakeSystem:
     prefix_cache: bool = False
     swap_slots: int = 0
     memory_split: float | None = None
+    early_copies: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         regions = Regions.of(self.num_pages, self.memory_split)
@@ -268,6 +282,7 @@ class FakeSystem:
         self.swap = SwapSpace(self.swap_slots, self.page_tokens, lambda: self.eviction.costs)
         self.images = FakeImages(self.adapters)
         self.runner = FakeRunner(self.num_pages, self.page_tokens)
+        self.runner.early_copies = self.early_copies
         self.scheduler = Scheduler(
             geometry=PageGeometry(self.page_tokens, num_layers=1, num_kv_heads=1, head_dim=8, itemsize_bytes=4),
             allocator=regions.sequences,

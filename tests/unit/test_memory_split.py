@@ -115,6 +115,7 @@ class SplitMachine(ServingMachine):
         super().start(
             page_tokens=page_tokens, spare_pages=0, seats=seats, budget=12, lookahead=lookahead, refill=1, max_loads=3,
             prefetch=prefetch, admission=admission, eviction=eviction, prefix_cache=prefix_cache, swap_slots=swap_slots,
+            early="",
         )  # fmt: skip
         self.make_system = lambda: FakeSystem(
             dict(ADAPTERS), num_pages, page_tokens, 12, seats, lookahead, loads=LoadLimits(3, prefetch),

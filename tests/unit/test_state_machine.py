@@ -65,10 +65,11 @@ class ServingMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTIONS)),
         prefix_cache=st.booleans(),
         swap_slots=st.sampled_from([0, 1, 3, 30]),
+        early=st.sampled_from(["", "ac", "".join(ADAPTERS)]),
     )
     def start(
         self, page_tokens: int, spare_pages: int, seats: int, budget: int, lookahead: int, refill: int, max_loads: int,
-        prefetch: int, admission: str, eviction: str, prefix_cache: bool, swap_slots: int,
+        prefetch: int, admission: str, eviction: str, prefix_cache: bool, swap_slots: int, early: str,
     ) -> None:  # fmt: skip
         # The engine's own promise at start: the largest adapter and the longest sequence fit together.
         num_pages = max(ADAPTERS.values()) + -(-MAX_MODEL_LEN // page_tokens) + spare_pages
@@ -76,7 +77,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.make_system = lambda: FakeSystem(
             dict(ADAPTERS), num_pages, page_tokens, budget, seats, lookahead, min(refill, seats),
             loads=LoadLimits(max_loads, prefetch), admission=ADMISSIONS[admission](), eviction=EVICTIONS[eviction](),
-            prefix_cache=prefix_cache, swap_slots=swap_slots,
+            prefix_cache=prefix_cache, swap_slots=swap_slots, early_copies=frozenset(early),
         )  # fmt: skip
         self.system = self.make_system()
         self.script: list[Callable[[FakeSystem], object]] = []
@@ -326,6 +327,7 @@ def test_one_system_keeps_every_invariant_for_ten_thousand_steps(seed: int) -> N
         budget=rng.randint(5, 20), lookahead=seed % 2, refill=rng.randint(1, 2), max_loads=rng.randint(1, 4),
         prefetch=rng.randint(0, 3), admission=[*sorted(ADMISSIONS), "optimistic"][seed],
         eviction=sorted(EVICTIONS)[seed % 2], prefix_cache=seed < 3, swap_slots=(0, 5, 100, 20)[seed],
+        early=("", "ac", "bde", "abcde")[seed],
     )  # fmt: skip
     one_of = SimpleNamespace(draw=lambda strategy: rng.choice(sorted(machine.requests)))
     adapters = sorted(ADAPTERS)
