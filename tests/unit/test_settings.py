@@ -212,3 +212,10 @@ def test_the_command_line_hands_every_flag_over_as_it_was_given(monkeypatch: pyt
     result = CliRunner().invoke(app, words)
     assert (result.exit_code, seen) == (2, expected)
     assert "error: seen" in result.output
+
+
+@pytest.mark.parametrize("lost", ["", ","])
+def test_a_key_that_has_got_lost_on_its_way_does_not_open_the_server(lost: str) -> None:
+    with pytest.raises(ConfigError, match="INTERLEAF_API_KEY"):
+        load_settings({"model": "m"}, {"INTERLEAF_API_KEY": lost})
+    assert load_settings({"model": "m"}, {}).server.api_key == ()

@@ -97,7 +97,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
         if variable not in variables:
             raise ConfigError(f"environment: {unknown_setting(variable, [*variables, CONFIG_VARIABLE])}")
         option = variables[variable]
-        found[option.name] = (_parse(option, text, variable), variable)
+        value = _parse(option, text, variable)
+        if option.name == "api_key" and not value:  # a secret that has got lost must not open the server
+            raise ConfigError(f"{variable} is set and holds no key: to serve everybody, unset it")
+        found[option.name] = (value, variable)
     return found
 
 
