@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable
 
 import pytest
@@ -48,18 +49,50 @@ def test_the_estimated_peak_is_the_most_that_a_count_step_by_step_finds(seed: in
     for joins in (None, candidate):
         rows = [*running, tuple(of_candidate)] if joins else running
         counted = max(sum(tokens + x for tokens, steps in rows if x <= steps) for x in range(61))
-        assert admission.peak_pages(joins, 100, GEOMETRY) == counted
+        assert admission.fits(joins, counted, 100, GEOMETRY)
+        assert not admission.fits(joins, counted - 1, 100, GEOMETRY)
 
 
 def test_a_sequence_that_outlives_its_estimate_is_expected_to_go_on() -> None:
     admission = Estimated(prior=4)
     seq = sequence(0, prompt=10, max_tokens=100)
     admission.started(seq, 0, GEOMETRY)
-    assert admission.peak_pages(None, 0, GEOMETRY) == 10 + 7
+    assert admission.fits(None, 10 + 7, 0, GEOMETRY)
+    assert not admission.fits(None, 10 + 6, 0, GEOMETRY)
     seq.token_ids += [1] * 50
-    assert admission.peak_pages(None, 50, GEOMETRY) == 10 + 53
+    assert admission.fits(None, 10 + 53, 50, GEOMETRY)
+    assert not admission.fits(None, 10 + 52, 50, GEOMETRY)
     admission.left(seq)
-    assert admission.peak_pages(None, 51, GEOMETRY) == 0
+    assert admission.fits(None, 0, 51, GEOMETRY)
+    assert not admission.fits(None, -1, 51, GEOMETRY)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_fits_does_not_depend_on_what_was_asked_before(seed: int) -> None:
+    """Of two that see the same sequences come and go, one finds the peak anew in every step, and one now and then."""
+    rng = random.Random(seed)
+    geometry = PageGeometry(page_tokens=4, num_layers=1, num_kv_heads=1, head_dim=8, itemsize_bytes=4)
+    often, seldom = Estimated(prior=20), Estimated(prior=20)
+    running: list[Sequence] = []
+    for step in range(200):
+        for seq in running:
+            seq.token_ids.append(1)
+        for seq in [seq for seq in running if len(seq.token_ids) == seq.max_tokens or rng.random() < 0.02]:
+            running.remove(seq)
+            for admission in (often, seldom):
+                admission.left(seq)
+                admission.ended(seq)
+        if rng.random() < 0.4:
+            seq = sequence(step, rng.randint(1, 40), rng.randint(1, 60))
+            running.append(seq)
+            for admission in (often, seldom):
+                admission.started(seq, step, geometry)
+        joining = rng.choice([None, sequence(1000, rng.randint(1, 40), rng.randint(1, 60))])
+        peak = bisect_left(range(10_000), True, key=lambda pages: often.fits(joining, pages, step, geometry))
+        assert seldom.fits(None, 10_000, step, geometry)  # both think again in every step, by what is known then
+        if rng.random() < 0.4:
+            assert seldom.fits(joining, peak, step, geometry)
+            assert not seldom.fits(joining, peak - 1, step, geometry)
 
 
 def test_lengths_are_learnt_per_adapter_and_a_new_adapter_is_expected_to_be_like_the_others() -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from interleaf.core import AdapterUid, Event, Request, StepPlan, StepResult, TokenEvent
+from interleaf.core import AdapterUid, Event, Request, StepPlan, StepResult
 from interleaf.errors import EngineDead
 from interleaf.scheduler.scheduler import Scheduler
 
@@ -74,7 +74,6 @@ class Engine:
         self.is_stalled = False
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self.num_output_tokens = 0
 
     @property
     def is_alive(self) -> bool:
@@ -85,6 +84,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether requests are open, steps in flight, or events untold: an abort may have ended the last request."""
         return self._scheduler.has_requests or bool(self._in_flight) or self._scheduler.has_events
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all steps that have been read."""
+        return self._scheduler.num_output_tokens
 
     def submit(self, request: Request, stop_ids: frozenset[int], seed: int) -> None:
         """Accept a request; from now on it ends in exactly one terminal event.
@@ -113,9 +117,7 @@ class Engine:
             self._in_flight.clear()
             self._scheduler.at(self._now())
             self._scheduler.fail_all(f"the engine has stopped: {error!r}")
-        events = self._scheduler.take_events()
-        self.num_output_tokens += [type(event) for event in events].count(TokenEvent)
-        return events
+        return self._scheduler.take_events()
 
     def close(self) -> None:
         """End every request, refuse new ones and release the runner. Returns after the last launched step."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from interleaf.core import AdapterUid
 from interleaf.memory.geometry import PageGeometry
@@ -17,8 +16,10 @@ from interleaf.scheduler.sequence import Sequence
 class Admission(Protocol):
     """Foresees the pages of those that run. The pages that a sequence shares, `Sequence.prefix`, are not its own."""
 
-    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
-        """Most pages that the running sequences will hold at any one time from `step` on, if `candidate` joins them."""
+    def fits(self, candidate: Sequence | None, num_pages: int, step: int, geometry: PageGeometry) -> bool:
+        """Whether the running sequences will never hold more than so many pages at a time from `step` on, if
+        `candidate` joins them.
+        """
 
     def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
         """A sequence has taken a seat."""
@@ -36,8 +37,8 @@ class Admission(Protocol):
 class Optimistic:
     """Whoever finds pages for the tokens that are known may start; preemption covers what was misjudged."""
 
-    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
-        return 0
+    def fits(self, candidate: Sequence | None, num_pages: int, step: int, geometry: PageGeometry) -> bool:
+        return num_pages >= 0
 
     def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
         pass
@@ -59,8 +60,8 @@ class Conservative:
         self._reserved: dict[Sequence, int] = {}
         self._num_reserved = 0
 
-    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
-        return self._num_reserved + (0 if candidate is None else self._most(candidate, geometry))
+    def fits(self, candidate: Sequence | None, num_pages: int, step: int, geometry: PageGeometry) -> bool:
+        return self._num_reserved + (0 if candidate is None else self._most(candidate, geometry)) <= num_pages
 
     def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
         self._reserved[seq] = self._most(seq, geometry)
@@ -148,7 +149,11 @@ class Estimated:
 
         peak = max over k of   sum over all j with e_j >= e_k of (t_j - s_j + e_k)
 
-    where t_j - s_j never changes: two sorted arrays that change when somebody comes or goes hold all there is to know.
+    where t_j - s_j never changes: what is known is two lists that change when somebody comes or goes.
+
+    To find the peak takes a walk over them, and in a pool with room for more nobody needs to know it: whoever joins
+    adds no more to the peak than what it holds itself at its end, and whoever leaves adds nothing. So a bound is kept,
+    and the peak is found anew where the bound does not do.
 
     Source: the future-memory estimate of Past-Future scheduling (ASPLOS 2025), kept incrementally.
 
@@ -160,35 +165,37 @@ class Estimated:
         self._lengths = OutputLengths(prior)
         self._rows: dict[Sequence, tuple[int, int]] = {}
         self._sorted: list[tuple[int, int, Sequence]] = []  # (e, order of arrival, sequence), ascending
-        self._ends = _Ints()  # e, in that order
-        self._bases = _Ints()  # t - s
-        self._needs: tuple[int, NDArray[np.int64]] | None = None  # by whose end, for half a page
+        self._ends: list[int] = []  # e, in that order
+        self._bases: list[int] = []  # t - s
+        self._bound = 0  # tokens, half a page for each sequence among them
 
-    def peak_pages(self, candidate: Sequence | None, step: int, geometry: PageGeometry) -> int:
-        self._renew(step)
-        half = geometry.page_tokens // 2  # the last page of each is half empty, on average
-        needs = self._needs_of_those_that_run(half)
-        peak = int(needs.max(initial=0))
-        if candidate is not None:
-            end, base = self._row(candidate, step, geometry)
-            ends = self._ends.values
-            earlier = int(ends.searchsorted(end))
-            with_it = needs[:earlier] + ends[:earlier]
-            peak = max(peak, int(with_it.max(initial=0)) + base + half)
-            later = int(self._bases.values[earlier:].sum())
-            peak = max(peak, later + base + (len(ends) - earlier + 1) * (end + half))
-        return geometry.pages_for_tokens(peak)
+    def fits(self, candidate: Sequence | None, num_pages: int, step: int, geometry: PageGeometry) -> bool:
+        half, most = geometry.page_tokens // 2, num_pages * geometry.page_tokens
+        self._renew(step, half)
+        if candidate is None:
+            return self._bound <= most or self._find_peak(half) <= most
+        end, base = self._row(candidate, step, geometry)
+        return self._bound + end + base + half <= most or self._find_peak(half, end, base) <= most
 
-    def _needs_of_those_that_run(self, half: int) -> NDArray[np.int64]:
-        """Just before each one ends."""
-        if self._needs is None or self._needs[0] != half:
-            ends, bases = self._ends.values, self._bases.values
-            counts = np.arange(len(ends), 0, -1)
-            self._needs = half, bases[::-1].cumsum()[::-1] + counts * (ends + half)
-        return self._needs[1]
+    def _find_peak(self, half: int, end: int | None = None, base: int = 0) -> int:
+        """The most tokens at a time; with one that joins, by its e and t - s. Sets the bound to that of those that run.
+
+        Args:
+            half: a page's, in tokens: the last page of each is half empty, on average.
+        """
+        ends, bases = np.array(self._ends, dtype=np.int64), np.array(self._bases, dtype=np.int64)
+        needs = bases[::-1].cumsum()[::-1] + np.arange(len(ends), 0, -1) * (ends + half)  # just before each one ends
+        peak = self._bound = int(needs.max(initial=0))
+        if end is None:
+            return peak
+        earlier = bisect_left(self._ends, end)
+        with_it = needs[:earlier] + ends[:earlier]
+        later = len(ends) - earlier
+        own = int(bases[earlier:].sum()) + base + (later + 1) * (end + half)
+        return max(peak, own, int(with_it.max(initial=0)) + base + half)
 
     def started(self, seq: Sequence, step: int, geometry: PageGeometry) -> None:
-        self._insert(seq, *self._row(seq, step, geometry))
+        self._insert(seq, *self._row(seq, step, geometry), geometry.page_tokens // 2)
 
     def left(self, seq: Sequence) -> None:
         self._remove(bisect_left(self._sorted, self._rows[seq]))
@@ -205,52 +212,24 @@ class Estimated:
         remaining = min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs
         return step + remaining, len(seq.token_ids) - len(seq.prefix) * geometry.page_tokens - step
 
-    def _insert(self, seq: Sequence, end: int, base: int) -> None:
+    def _insert(self, seq: Sequence, end: int, base: int, half: int) -> None:
         row = self._rows[seq] = end, seq.order
         at = bisect_left(self._sorted, row)
         self._sorted.insert(at, (*row, seq))
         self._ends.insert(at, end)
         self._bases.insert(at, base)
-        self._needs = None
+        self._bound += base + end + half
 
     def _remove(self, at: int) -> tuple[Sequence, int]:
         """Returns: whose row it was, and its t - s."""
         _, _, seq = self._sorted.pop(at)
-        del self._rows[seq]
-        self._ends.pop(at)
-        self._needs = None
+        del self._rows[seq], self._ends[at]
         return seq, self._bases.pop(at)
 
-    def _renew(self, step: int) -> None:
+    def _renew(self, step: int, half: int) -> None:
         """Think again of those that should have ended and still run."""
-        while self._sorted and self._sorted[0][0] <= step:
+        while self._ends and self._ends[0] <= step:
             seq, base = self._remove(0)
             expected = self._lengths.expected(seq.adapter, seq.num_outputs)
             remaining = max(1, min(expected, seq.max_tokens - seq.prompt_tokens) - seq.num_outputs)
-            self._insert(seq, step + remaining, base)
-
-
-class _Ints:
-    """A list of integers that is an array at any time."""
-
-    def __init__(self) -> None:
-        self._array: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
-        self._count = 0
-
-    @property
-    def values(self) -> NDArray[np.int64]:
-        """A view, good until the next change."""
-        return self._array[: self._count]
-
-    def insert(self, at: int, value: int) -> None:
-        if self._count == len(self._array):
-            self._array = np.concatenate([self._array, np.zeros_like(self._array)])
-        self._array[at + 1 : self._count + 1] = self._array[at : self._count]
-        self._array[at] = value
-        self._count += 1
-
-    def pop(self, at: int) -> int:
-        value = int(self._array[at])
-        self._array[at : self._count - 1] = self._array[at + 1 : self._count]
-        self._count -= 1
-        return value
+            self._insert(seq, step + remaining, base, half)

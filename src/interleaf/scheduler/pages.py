@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -98,9 +98,13 @@ class SequencePages:
             seq.prefix = []
         return WaitReason.PAGES
 
-    def grow(self, seq: Sequence, overtakable: Iterable[AdapterUid]) -> tuple[int, ...] | None:
-        """One more page for a sequence; None if there is none."""
-        if not self._room.make_room(1, overtakable):
+    def grow(self, seq: Sequence, overtakable: Callable[[], Iterable[AdapterUid]]) -> tuple[int, ...] | None:
+        """One more page for a sequence; None if there is none.
+
+        Args:
+            overtakable: see `Residency.make_room`; asked for only when no page is free.
+        """
+        if not self._allocator.num_free_pages and not self._room.make_room(1, overtakable()):
             return None
         pages = self._allocator.alloc(1, seq.owner)
         seq.pages.extend(pages)
@@ -145,7 +149,7 @@ class SequencePages:
         """Whether the running sequences are expected to do without so many pages till they end, for an adapter."""
         if not self.shares_pool:
             return True
-        return self._admission.peak_pages(None, step, self._geometry) <= self._num_spare_pages - num_pages
+        return self._admission.fits(None, self._num_spare_pages - num_pages, step, self._geometry)
 
     def _left(self, seq: Sequence) -> None:
         seq.prefix = []
@@ -220,7 +224,7 @@ class SequencePages:
         room = self._num_spare_pages
         if self._refused == (seq, self._num_left, room):
             return False
-        if self._admission.peak_pages(seq, step, self._geometry) <= room:
+        if self._admission.fits(seq, room, step, self._geometry):
             return True
         self._refused = (seq, self._num_left, room)
         return False

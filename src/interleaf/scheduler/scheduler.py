@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from interleaf.adapters.residency import Residency
 from interleaf.core import (
@@ -122,6 +123,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_steps = 0
         self.num_preemptions = 0
+        self.num_output_tokens = 0
 
     def tell_long_waits(self, after_s: float) -> None:
         """From now on a RequestWaiting tells, once, of each request that has had no seat for so many seconds."""
@@ -238,13 +240,14 @@ class Scheduler:
         for seq in sorted(self._growth.take(draft.step), key=lambda seq: seq.order):
             if seq.state is not SequenceState.DECODE:
                 continue  # lost its seat to an older one just now
-            while (pages := self._pages.grow(seq, self._entrance.overtakable_by_all())) is None:
+            while (pages := self._pages.grow(seq, self._entrance.overtakable_by_all)) is None:
                 victim = self._preemption.victim(self._seats)  # never one that has grown: those are ahead of `seq`
                 self._preempt(victim)
                 if victim is seq:
                     break
             else:
                 draft.grow.append(SeatGrow(seq.seat, pages))
+                seq.grow_step += self._page_tokens
                 self._enter_growth(seq)
         self._entrance.note_evicted()
 
@@ -253,11 +256,11 @@ class Scheduler:
         self._seats.start_decoding(seq)
         seq.first_decode_step = self._num_steps + 1
         seq.last_step = self._num_steps + seq.max_tokens - 1 - seq.num_known
+        seq.grow_step = seq.first_decode_step + len(seq.pages) * self._page_tokens - seq.num_known
         self._last_rows.enter(seq.last_step, seq)
         self._enter_growth(seq)
 
     def _enter_growth(self, seq: Sequence) -> None:
-        seq.grow_step = seq.first_decode_step + len(seq.pages) * self._page_tokens - seq.num_known
         if seq.grow_step <= seq.last_step:
             self._growth.enter(seq.grow_step, seq)
 
@@ -282,42 +285,41 @@ class Scheduler:
         assert planned is plan, f"step {plan.step} committed before step {planned.step}"
         logprobs = result.logprobs or (None,) * len(rows)
         assert len(rows) == len(result.token_ids) == len(logprobs)
-        num_decoded = len(plan.decode)
-        self._take_in(rows[:num_decoded], result.token_ids, logprobs, is_prompt_end=False)
-        self._take_in(rows[num_decoded:], result.token_ids[num_decoded:], logprobs[num_decoded:], is_prompt_end=True)
+        self.num_output_tokens += len(rows)
+        num_decoded = len(plan.decode) if result.logprobs is None else 0
+        self._take_in_decoded(rows[:num_decoded], result.token_ids)
+        for seq, token, token_logprobs in islice(zip(rows, result.token_ids, logprobs, strict=True), num_decoded, None):
+            self._take_in(seq, token, token_logprobs)
 
-    def _take_in(
-        self,
-        rows: tuple[Sequence, ...],
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs | None, ...],
-        *,
-        is_prompt_end: bool,
-    ) -> None:
-        """Append a token to each of some sequences.
+    def _take_in_decoded(self, rows: tuple[Sequence, ...], token_ids: tuple[int, ...]) -> None:
+        """Append a token to each of some sequences: what `_take_in` does, and all that most rows of most steps take.
 
         Args:
-            token_ids, logprobs: as many as rows, or more.
-            is_prompt_end: the rows end a chunk, so that the tokens may be the first ones.
+            token_ids: as many as rows, or more.
         """
-        ended = SequenceState.ENDED
+        decoding = SequenceState.DECODE
         add_event = self._events.append
-        for seq, token, token_logprobs in zip(rows, token_ids, logprobs, strict=False):
-            if seq.state is ended:
-                continue  # the one token in excess
-            known = seq.token_ids
-            known.append(token)
-            start = seq.start if is_prompt_end and len(known) == seq.prompt_tokens + 1 else None
-            if token in seq.stop_ids or len(known) == seq.max_tokens:
-                reason = seq.finish_reason()
-                stop_token = token if reason is FinishReason.STOP else None
-                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, reason, stop_token, start))
-                self._admission.ended(seq)
-                self._end(seq)
-            elif start is None:
-                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs))
+        for seq, token in zip(rows, token_ids, strict=False):
+            # Neither its first token, which a chunk samples, nor the last one by length: for that it would drain.
+            if seq.state is decoding and token not in seq.stop_ids:
+                seq.token_ids.append(token)
+                add_event(TokenEvent(seq.request_id, seq.index, token))
             else:
-                add_event(TokenEvent(seq.request_id, seq.index, token, token_logprobs, start=start))
+                self._take_in(seq, token, None)
+
+    def _take_in(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a token to a sequence."""
+        if seq.state is SequenceState.ENDED:
+            self.num_output_tokens -= 1  # the one token in excess
+            return
+        seq.token_ids.append(token)
+        start = seq.start if seq.num_outputs == 1 else None
+        reason = seq.finish_reason()
+        stop_token = token if reason is FinishReason.STOP else None
+        self._events.append(TokenEvent(seq.request_id, seq.index, token, logprobs, reason, stop_token, start))
+        if reason is not None:
+            self._admission.ended(seq)
+            self._end(seq)
 
     # ------------------------------------------------------------------ ends
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as Row
 
@@ -24,7 +25,8 @@ class Seats:
         self._vacated: list[int] = []
         self.num_left = 0
         self._prefilling: dict[int, Sequence] = {}
-        self._decoding: dict[int, Sequence] = {}
+        self._decode_seats: list[int] = []  # ascending
+        self._decoding: list[Sequence] = []  # in that order
         self._draining: dict[int, Sequence] = {}
         self._decode_rows: tuple[tuple[int, ...], tuple[Sequence, ...]] | None = None
 
@@ -32,8 +34,9 @@ class Seats:
         return self.num_seats - len(self._free)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for group in (self._prefilling, self._decoding, self._draining):
-            yield from group.values()
+        yield from self._prefilling.values()
+        yield from self._decoding
+        yield from self._draining.values()
 
     @property
     def num_free(self) -> int:
@@ -43,8 +46,7 @@ class Seats:
     def decode_rows(self) -> tuple[tuple[int, ...], tuple[Sequence, ...]]:
         """The decoding seats in order, and their sequences."""
         if self._decode_rows is None:
-            seats = tuple(sorted(self._decoding))
-            self._decode_rows = seats, tuple(self._decoding[seat] for seat in seats)
+            self._decode_rows = tuple(self._decode_seats), tuple(self._decoding)
         return self._decode_rows
 
     @property
@@ -65,7 +67,9 @@ class Seats:
         """The known tokens are planned: from the next step on one token at a time."""
         del self._prefilling[seq.seat]
         seq.state = SequenceState.DECODE
-        self._decoding[seq.seat] = seq
+        at = bisect_left(self._decode_seats, seq.seat)
+        self._decode_seats.insert(at, seq.seat)
+        self._decoding.insert(at, seq)
         self._decode_rows = None
 
     def start_draining(self, seq: Sequence) -> None:
@@ -94,7 +98,9 @@ class Seats:
             case SequenceState.PREFILL:
                 del self._prefilling[seq.seat]
             case SequenceState.DECODE:
-                del self._decoding[seq.seat]
+                at = bisect_left(self._decode_seats, seq.seat)
+                assert self._decoding[at] is seq, f"sequence {seq.owner} is not the one in seat {seq.seat}"
+                del self._decode_seats[at], self._decoding[at]
                 self._decode_rows = None
             case SequenceState.DRAINING:
                 del self._draining[seq.seat]
