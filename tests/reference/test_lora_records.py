@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from interleaf.core import LoraGroup, Module
+from interleaf.kernels import SingleRows
 from tests.support.paged_lora import NAN, Pool, Widths, popularity, segments
 
 WIDTHS = Widths(hidden=192, q=256, kv=64, mlp=2304)
@@ -129,3 +130,26 @@ def test_every_row_is_shrunk_once_and_each_of_its_columns_expanded_once(counts, 
                 for r in run._records.tolist() if run.shape.expand is expand else ():
                     done[r[4] : r[4] + (r[3] & 0xFF), r[6] : r[6] + (r[3] >> 16)] += 1
             assert (done == 1).all()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_single_rows_are_planned_as_segments_of_one_row_each_are(graph):
+    pool = Pool(WIDTHS, (2, 2, 64, 4, 64), 80, 64)
+    adapters = [pool.all_ranks(rank) for rank in (8, 16, 64)]
+    rows = popularity("some base", adapters, 40, pool.random)
+    uids = tuple(id(a) if a else None for a in rows)
+    assert list(SingleRows(uids)) == segments(rows)
+    assert SingleRows(uids)[1:3] == tuple(segments(rows)[1:3])
+    steps = []
+    for batch in (SingleRows(uids), segments(rows)):
+        book = pool.book(max_rows=len(rows))
+        for adapter in adapters:
+            book.add(id(adapter), adapter.layout, adapter.pages)
+        steps.append(book.plan(batch, graph=graph))
+        assert book.plan(batch, graph=graph) is steps[-1]
+        assert book.plan(SingleRows((None,) * 3), graph=graph) is None
+        with pytest.raises(ValueError, match="adapter 5 is not in the pool"):
+            book.plan(SingleRows((None, 5)), graph=graph)
+    single, other = (step._table for step in steps)
+    assert single.rows.tolist() == other.rows.tolist()
+    assert single.tasks.tolist() == other.tasks.tolist()

@@ -2,6 +2,7 @@
 
 from interleaf.kernels.device_lora import DeviceLora, LoraStep
 from interleaf.kernels.ops import lora_add
+from interleaf.kernels.residents import SingleRows
 from interleaf.kernels.work import LoraWork, PooledAdapter, build_work
 
-__all__ = ["DeviceLora", "LoraStep", "LoraWork", "PooledAdapter", "build_work", "lora_add"]
+__all__ = ["DeviceLora", "LoraStep", "LoraWork", "PooledAdapter", "SingleRows", "build_work", "lora_add"]

@@ -23,7 +23,7 @@ from interleaf.kernels.layouts import Field, Longs, Pair
 from interleaf.kernels.moulds import Mould, Moulds
 from interleaf.kernels.records import RECORD_INTS
 from interleaf.kernels.reference import Scratch
-from interleaf.kernels.residents import Residents, Segment
+from interleaf.kernels.residents import Residents, Segment, SingleRows
 from interleaf.kernels.schemes import SchemeTable
 from interleaf.kernels.step_tables import Staging, StepTable, StepTables, tasks_from
 from interleaf.kernels.tasks import TASK_INTS, Members, RunBatch, make_tasks
@@ -96,7 +96,7 @@ class DeviceLora:
         self._num_keys = 0
         self._staging = Staging(self._device, self._table_ints(max_rows, len(LoraGroup)))
         self._tables: StepTables | None = None
-        self._latest: dict[bool, tuple[tuple[Segment, ...], LoraStep | None]] = {}
+        self._latest: dict[bool, tuple[Sequence[Segment], LoraStep | None]] = {}
 
     def add(self, uid: Hashable, layout: PooledLayout, pages: Sequence[int]) -> None:
         """An adapter lies in these pages, in the order of its stream, or will before a step that uses it computes.
@@ -122,14 +122,14 @@ class DeviceLora:
         """What the rows of a step need from adapters; None if none has one.
 
         Args:
-            rows: segments in the order of the batch; rows between them are base rows.
+            rows: segments in the order of the batch; rows between them are base rows. `SingleRows` take less time.
             graph: the step replays a graph: its work is one of a few that serve many steps. Otherwise every launch is
                 as large as the step needs.
 
         Raises: ValueError: segments overlap or go backwards, an adapter is not in the pool, or a step for a graph has
             more than `max_rows` rows.
         """
-        segments = tuple(rows)
+        segments = rows if isinstance(rows, SingleRows) else tuple(rows)
         latest = self._latest.get(graph)
         if latest is not None and latest[0] == segments:
             return latest[1]
@@ -145,8 +145,8 @@ class DeviceLora:
     def warm(self, pool: torch.Tensor) -> int:
         """Compile, or load from Triton's cache, every launch that any adapters may need.
 
-        Runs each once on a record without rows. To be called while adapters of ranks 8, 16 and 128 on all modules are
-        known, as far as the pool can hold such.
+        Runs each once on a record without rows. To be called while adapters of CUT_RANKS on all modules are known, as
+        far as the pool can hold such.
 
         Args: pool: its dtype is that of all steps.
         Returns: how many there are; none without an adapter.
@@ -177,7 +177,9 @@ class DeviceLora:
 
     def _in_mould(self, members: Members, end: int) -> LoraStep:
         table = self._scheme_table(1 << (end - 1).bit_length())
-        family = self._families.setdefault(table.identity, _Family())
+        family = self._families.get(table.identity)
+        if family is None:
+            family = self._families[table.identity] = _Family()
         self._families.move_to_end(table.identity)
         if len(self._families) > _MAX_FAMILIES:
             self._families.popitem(last=False)

@@ -46,6 +46,8 @@ class Moulds:
 
     def __init__(self) -> None:
         self._made: list[Mould] = []
+        self._schemes = np.zeros(0, dtype=np.int64)  # of each
+        self._records: Longs = np.zeros(0, dtype=np.int64)  # likewise, stacked
 
     def choose(self, demand: Demand, table: SchemeTable) -> Mould:
         """The mould for a step; a new one if need be."""
@@ -53,9 +55,8 @@ class Moulds:
         fresh = demand.cost + table.idle(room - demand.records)
         scheme = int(fresh.argmin())
         if self._made:
-            schemes = np.array([m.scheme for m in self._made])
-            spare = np.stack([m.records for m in self._made]) - demand.records[schemes]
-            cost = np.where((spare < 0).any((1, 2)), np.inf, demand.cost[schemes] + table.idle(spare))
+            spare = self._records - demand.records[self._schemes]
+            cost = np.where((spare < 0).any((1, 2)), np.inf, demand.cost[self._schemes] + table.idle(spare))
             best = int(cost.argmin())
             worth = _WORTH * _RISE ** max(0, len(self._made) - 3) * (demand.floor + fresh[scheme])
             if len(self._made) == MAX_MOULDS or cost[best] <= fresh[scheme] + worth:
@@ -65,6 +66,8 @@ class Moulds:
         else:
             mould = Mould(scheme, room[scheme])
         self._made.append(mould)
+        self._schemes = np.array([m.scheme for m in self._made])
+        self._records = np.stack([m.records for m in self._made])
         return mould
 
 

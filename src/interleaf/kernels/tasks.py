@@ -82,35 +82,34 @@ def make_tasks(
     v_ends = of_adapter.cumsum(0)
     v_firsts = v_ends - of_adapter
 
-    parts: list[Ints] = []
+    runs = [_runs(members.counts, batch) for batch in batches]
+    num_tasks = places * sum(len(run) for run, _, _ in runs)
     totals = np.zeros((len(batches), places), dtype=np.int64)
     made_starts = np.zeros((len(batches), places), dtype=np.int64) if starts is None else starts
-    used = 0
-    for b, batch in enumerate(batches):
-        run, earlier, counts = _runs(members.counts, batch)
+    # By column until they are complete, so that each is written in one piece.
+    columns = np.zeros((TASK_INTS, num_tasks + (0 if caps is None else totals.size)), dtype=np.int32)
+    begin = used = 0
+    for b, (batch, (run, earlier, counts)) in enumerate(zip(batches, runs, strict=True)):
         first, number = (Field.B_FIRST, Field.B_NUMBER) if batch.expand else (Field.A_FIRST, Field.A_NUMBER)
-        of_run = fields[run]
-        numbers = of_run[:, :, number]
+        numbers = fields[:, :, number].take(run, 0)
         ends = numbers.cumsum(0)
         totals[b] = ends[-1]
         if starts is None:
             made_starts[b] = used + totals[b].cumsum() - totals[b]
             used += int(totals[b].sum())
-        part = np.empty((len(run), places, TASK_INTS), dtype=np.int32)
-        part[:, :, 0] = of_run[:, :, first]
-        part[:, :, 1] = numbers
-        part[:, :, 2] = members.page_firsts[run][:, None]
-        part[:, :, 3] = v_firsts[run] + earlier[:, None] * of_run[:, :, Field.V_STRIDE]
-        part[:, :, 4] = ends - numbers + made_starts[b]
-        part[:, :, 5] = (members.firsts[run] + earlier)[:, None]
-        part[:, :, 6] = counts[:, None]
-        parts.append(part.reshape(-1, TASK_INTS))
+        of_batch = columns[:, begin : begin + numbers.size].reshape(TASK_INTS, *numbers.shape)
+        begin += numbers.size
+        of_batch[0] = fields[:, :, first].take(run, 0)
+        of_batch[1] = numbers
+        of_batch[2] = members.page_firsts[run][:, None]
+        of_batch[3] = v_firsts.take(run, 0) + earlier[:, None] * strides.take(run, 0)
+        of_batch[4] = ends - numbers + made_starts[b]
+        of_batch[5] = (members.firsts[run] + earlier)[:, None]
+        of_batch[6] = counts[:, None]
     if caps is not None:
-        fill = np.zeros((totals.size, TASK_INTS), dtype=np.int32)
-        fill[:, 1] = (caps - totals).ravel()
-        fill[:, 4] = (made_starts + totals).ravel()
-        parts.append(fill)
-    return Tasks(np.concatenate(parts), made_starts, totals, int(v_ends[-1].max()))
+        columns[1, begin:] = (caps - totals).ravel()
+        columns[4, begin:] = (made_starts + totals).ravel()
+    return Tasks(columns.T.copy(), made_starts, totals, int(v_ends[-1].max()))
 
 
 def _runs(counts: Longs, batch: RunBatch) -> tuple[Longs, Longs, Longs]:

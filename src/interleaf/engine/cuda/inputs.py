@@ -6,7 +6,7 @@ every change of them is known beforehand. Last tokens are the sampler's: the hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,11 @@ import torch
 from interleaf.attention.device import DeviceRows
 from interleaf.core import AdapterUid, SeatGrow, SeatStart, StepPlan
 from interleaf.engine.cuda.staging import Staging
+from interleaf.kernels import SingleRows
 from interleaf.memory.page_table import Ints, PageTable
 
-Segments = list[tuple[AdapterUid | None, int, int]]
-"""(adapter, first row, rows) of runs of rows that share an adapter; neighbours may share one too."""
+Segments = Sequence[tuple[Hashable | None, int, int]]
+"""(uid of an adapter, first row, rows) of runs of rows that share an adapter; neighbours may share one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class DeviceInputs:
         self._scrap_slot = scrap_page * page_tokens
         self._token_ids: list[Ints | None] = [None] * num_seats
         self._adapter_of: list[AdapterUid | None] = [None] * num_seats
-        self._entries: list[Ints] = []
-        self._pages: list[Sequence[int]] = []
+        self._entries: list[int] = []  # of the flat table that have changed, and the page of each
+        self._pages: list[int] = []
         self._decode: tuple[tuple[int, ...], Ints, Segments] | None = None
 
     @staticmethod
@@ -94,8 +95,7 @@ class DeviceInputs:
         """Stage the entries that have changed: (index into the flat table, page). To be applied after the copy."""
         if not self._entries:
             return []
-        entries = np.concatenate(self._entries)
-        pages = np.concatenate([np.asarray(p, dtype=np.int32) for p in self._pages])
+        entries, pages = np.array(self._entries, dtype=np.int64), np.array(self._pages, dtype=np.int32)
         self._entries, self._pages = [], []
         if 12 * len(entries) + 64 <= staging.room():
             return [(staging.put(entries, torch.int64), staging.put(pages, torch.int32))]
@@ -195,8 +195,7 @@ class DeviceInputs:
     def _decoding(self, decode: tuple[int, ...]) -> tuple[Ints, Segments]:
         """Seats as an array, and their adapters; those of the step before, if the same sequences decode again."""
         if self._decode is None or self._decode[0] is not decode:
-            # One segment a row: to join those of one adapter would cost more than it saves.
-            segments = [(self._adapter_of[seat], row, 1) for row, seat in enumerate(decode)]
+            segments = SingleRows(tuple(map(self._adapter_of.__getitem__, decode)))
             self._decode = decode, np.array(decode, dtype=np.int64), segments
         return self._decode[1], self._decode[2]
 
@@ -204,8 +203,8 @@ class DeviceInputs:
         if pages:
             begin = seat * self.device_table.shape[1] + first
             assert first + len(pages) <= self.device_table.shape[1], f"seat {seat} outgrows the longest sequence"
-            self._entries.append(np.arange(begin, begin + len(pages), dtype=np.int64))
-            self._pages.append(pages)
+            self._entries += range(begin, begin + len(pages))
+            self._pages += pages
 
     def _chunk_tokens(self, seat: int, first: int, count: int) -> Ints:
         known = self._token_ids[seat]
