@@ -9,11 +9,12 @@ tier and the pool know nothing else. What an API process has asked for ends with
 from __future__ import annotations
 
 import signal
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -211,13 +212,12 @@ class EngineServer:
                 self._client.abort(request_id)
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        batches: dict[Peer, list[Event]] = {}
+        batches: defaultdict[Peer, list[Event]] = defaultdict(list)
+        owners = self._owners
         for event in events:
-            if isinstance(event, NOT_TERMINAL):
-                owner = self._owners[event.request_id]
-            else:
-                owner = self._owners.pop(event.request_id)
-            batches.setdefault(owner, []).append(event)
+            batches[owners[event.request_id]].append(event)
+            if type(event) not in NOT_TERMINAL:
+                del owners[event.request_id]
         for peer, batch in batches.items():
             self._send(peer, _sorted(batch))
 
@@ -235,14 +235,15 @@ class EngineServer:
         self._endpoint.send(peer, m.encode(message))
 
 
+_KINDS = (TokenEvent, RequestFinished, RequestAborted, RequestFailed, RequestWaiting)
+"""Of events, in the order of the fields of `m.Events`."""
+
+
 def _sorted(events: Sequence[Event]) -> m.Events:
-    return m.Events(
-        tuple(event for event in events if isinstance(event, TokenEvent)),
-        tuple(event for event in events if isinstance(event, RequestFinished)),
-        tuple(event for event in events if isinstance(event, RequestAborted)),
-        tuple(event for event in events if isinstance(event, RequestFailed)),
-        tuple(event for event in events if isinstance(event, RequestWaiting)),
-    )
+    of_kind: dict[type[Event], list[Any]] = {kind: [] for kind in _KINDS}
+    for event in events:  # many tokens, and hardly ever anything else
+        of_kind[type(event)].append(event)
+    return m.Events(*map(tuple, of_kind.values()))
 
 
 def run_engine(parent: Parent) -> int:
