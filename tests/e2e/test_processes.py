@@ -305,7 +305,8 @@ async def test_what_cannot_be_loaded_says_why_as_the_library_does(shared: Server
 async def test_a_name_that_changed_on_the_way_is_resolved_again_once(shared: Server) -> None:
     async with connected(shared) as engine:
         expected = await collect(engine.generate([9, 8], greedy(8), "a0"))
-        engine._publisher.names["a0"] = engine._publisher.names["gone"] = type(engine._publisher.names["a0"])("0" * 64)  # as if told late
+        names = engine._publisher.names
+        names["a0"] = names["gone"] = type(names["a0"])("0" * 64)  # as if told late
         assert tokens(await collect(engine.generate([9, 8], greedy(8), "a0"))) == tokens(expected)
         with pytest.raises(AdapterNotFound, match="gone"):
             await collect(engine.generate([9, 8], greedy(8), "gone"))
