@@ -171,6 +171,11 @@ class _Observation:
     def take(self, batch: Sequence[Event]) -> None:
         """Count the events of one moment."""
         now = time.perf_counter()
+        if len(batch) == 1:
+            (event,) = batch
+            if type(event) is TokenEvent and event.start is None and event.finish_reason is None:
+                self._tokens(event.index, 1, now)  # nearly always it is that
+                return
         counts = [0] * len(self._last_s)
         for event in batch:
             if isinstance(event, TokenEvent):
