@@ -162,8 +162,10 @@ class RemotePublisher:
     async def _hang_up(self, link: AsyncLink, hearing: asyncio.Task[None]) -> None:
         """Hear nothing more of a link, and close it."""
         hearing.cancel()
-        await asyncio.wait([hearing])
-        link.close()
+        try:
+            await asyncio.wait([hearing])
+        finally:  # whoever waits here may be cancelled, too
+            link.close()
 
     async def _hear(self, link: AsyncLink) -> None:
         while True:

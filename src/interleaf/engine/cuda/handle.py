@@ -64,8 +64,9 @@ class CudaStepHandle:
         if self._arrived is not None:
             began = time.perf_counter()
             self._arrived.synchronize()
-            if self._waited is not None:
-                self._waited(began, time.perf_counter())
+            waited, self._waited = self._waited, None  # an interrupt may have `result` called again
+            if waited is not None:
+                waited(began, time.perf_counter())
         return self._finish()
 
 
