@@ -180,7 +180,7 @@ class DiskTier:
     def _write(self, uid: AdapterUid, leaving: list[AdapterImage]) -> None:
         image, name = leaving.pop(), self._name(uid)
         try:
-            header = make_header(uid, "", image, digested=True)
+            header = make_header(uid, "", image)
             num_bytes = len(header) + image.num_bytes
             if self._make_room(name, num_bytes):
                 with self._changing():

@@ -33,9 +33,9 @@ class ImageHeader(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes = b""
 
 
-def make_header(uid: AdapterUid, source: str, image: AdapterImage, *, digested: bool) -> bytes:
-    """All of a file that comes before its image."""
-    digest = hashlib.sha256(image_bytes(image.data)).digest() if digested else b""
+def make_header(uid: AdapterUid, source: str, image: AdapterImage) -> bytes:
+    """All of a file that comes before its image, with the image's digest."""
+    digest = hashlib.sha256(image_bytes(image.data)).digest()
     return encode_header(ImageHeader(uid, source, image.layout, str(image.data.dtype), digest))
 
 
