@@ -38,6 +38,7 @@ _GROUPS = (  # the first that matches
     ("copies", r"memcpy|memset|copy"),
     ("gathers, other elementwise", r"gather|scatter|index|embedding|elementwise|arange|fill|cat"),
 )
+_FIRST_OF_LAYER = "rotary + append"
 _STEP = "bench step "
 _SETTLE_TURNS = 6
 _MIXED_PROMPTS, _MIXED_TOKENS = 8, 512
@@ -57,6 +58,7 @@ class StepProfile:
     Attributes:
         us: microseconds by kernel name.   launches: kernels by name.
         busy_us: during which at least one kernel or copy of the step ran.
+        spans, names: begin and end of each kernel, and what it is.
         begin_us, end_us: of its first and last kernel.
         host_us: that the launch took.
     """
@@ -66,6 +68,7 @@ class StepProfile:
     us: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     spans: list[tuple[float, float]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     @property
     def begin_us(self) -> float:
@@ -109,7 +112,30 @@ def read_steps(events: Iterable[Mapping[str, Any]]) -> list[StepProfile]:
         step.us[kernel["name"]] += kernel["dur"]
         step.launches[kernel["name"]] += 1
         step.spans.append((kernel["ts"], kernel["ts"] + kernel["dur"]))
+        step.names.append(kernel["name"])
     return [step for _, _, step in steps if step.spans]
+
+
+def layer_of(steps: Sequence[StepProfile]) -> list[tuple[str, float, float]]:
+    """A layer's kernels in the order in which they begin: name, begin and end, microseconds from the first one's begin.
+
+    Means over all layers between two of the kernel that begins a layer (rotation) that have the same kernels as most.
+    """
+    layers: dict[tuple[str, ...], list[list[tuple[float, float]]]] = defaultdict(list)
+    for step in steps:
+        kernels = sorted(zip(step.spans, step.names, strict=True))
+        firsts = [i for i, (_, name) in enumerate(kernels) if group_of(name) == _FIRST_OF_LAYER]
+        for first, after in pairwise(firsts):
+            began = kernels[first][0][0]
+            spans = [(begin - began, end - began) for (begin, end), _ in kernels[first : after + 1]]
+            layers[tuple(name for _, name in kernels[first : after + 1])].append(spans)
+    if not layers:
+        return []
+    names, found = max(layers.items(), key=lambda item: len(item[1]))
+    return [
+        (name, statistics.mean(begin for begin, _ in spans), statistics.mean(end for _, end in spans))
+        for name, spans in zip(names, zip(*found, strict=True), strict=True)
+    ]
 
 
 def summarise(steps: Sequence[StepProfile], period_us: float) -> dict[str, Any]:
@@ -129,6 +155,7 @@ def summarise(steps: Sequence[StepProfile], period_us: float) -> dict[str, Any]:
         "host_us": statistics.mean(step.host_us for step in steps),
         "groups": {name: {"us": us[name], "kernels": launches[name]} for name in sorted(us, key=lambda n: -us[n])},
         "longest": {name: spent / len(steps) for name, spent in by_name.most_common(_LISTED)},
+        "layer": layer_of(steps),
     }
 
 
@@ -144,6 +171,8 @@ def table(title: str, profile: Mapping[str, Any]) -> str:
     )
     lines.append("")
     lines += [f"{spent:9.1f} us  [{group_of(name)}] {name[:140]}" for name, spent in profile["longest"].items()]
+    lines += ["", "a layer: begin, end (us); the last line is the next one's first"]
+    lines += [f"{begin:8.1f} {end:8.1f}  [{group_of(name)}] {name[:100]}" for name, begin, end in profile["layer"]]
     return "\n".join(lines)
 
 

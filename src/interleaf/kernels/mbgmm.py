@@ -8,7 +8,7 @@ Source: S-LoRA (MLSys 2024) section 5.3; records in records.py; measurements in 
 import triton
 import triton.language as tl
 
-from interleaf.kernels.paging import load_piece, read_record, tile_elements
+from interleaf.kernels.paging import TABLES, WEIGHTS, load_piece, read_record, tile_elements
 
 
 @triton.jit(do_not_specialize=["layer_tiles"])
@@ -40,12 +40,12 @@ def shrink(
         tl.extra.cuda.gdc_launch_dependents()
     record = records + tl.program_id(0) * 8
     base, more, cut, count, height, tiles, first, column, v_stride = read_record(record, TILE)
-    v_at = tl.load(record + 5)
+    v_at = tl.load(record + 5, eviction_policy=TABLES)
 
     m = tl.arange(0, TOKENS)
     r = tl.arange(0, 16)
     k = tl.arange(0, WIDTH)
-    token = tl.load(rows + first + m, mask=m < count, other=0)
+    token = tl.load(rows + first + m, mask=m < count, other=0, eviction_policy=TABLES)
     x_rows = x + (token.to(tl.int64) * x_stride + column)[:, None] + k[None, :]
     low = tl.zeros((TOKENS, 16), tl.float32)
     if PDL:
@@ -54,7 +54,7 @@ def shrink(
         at = (base.to(tl.int64) + layer_tiles) * TILE
         a_block = pool + at + r[:, None] * TILE + (k // TILE * (16 * TILE) + k % TILE)[None, :]
         for tile in tl.range(0, tiles, WIDTH // TILE, num_stages=STAGES):
-            a = tl.load(a_block + tile * (16 * TILE))
+            a = tl.load(a_block + tile * (16 * TILE), eviction_policy=WEIGHTS)
             x_part = tl.load(x_rows + tile * TILE, mask=(m < count)[:, None], other=0.0)
             low = tl.dot(x_part, tl.trans(a), low, input_precision="ieee")
     else:
@@ -63,7 +63,7 @@ def shrink(
             t = (tile + k // TILE)[None, :] * height + r[:, None]
             mask = (r < height)[:, None] & inside[None, :]
             at = tile_elements(t, mask, base, more, cut, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP)
-            a = tl.load(pool + at + (k % TILE)[None, :], mask=mask, other=0.0)
+            a = tl.load(pool + at + (k % TILE)[None, :], mask=mask, other=0.0, eviction_policy=WEIGHTS)
             x_part = tl.load(x_rows + tile * TILE, mask=(m < count)[:, None] & inside[None, :], other=0.0)
             low = tl.dot(x_part, tl.trans(a), low, input_precision="ieee")
     v_rows = v + v_at + m[:, None] * v_stride + r[None, :]
@@ -105,7 +105,7 @@ def _expand_piece(
 ):
     """DEEP: the rank exceeds HEIGHT; rows of B in turn, pages looked up, for the piece may exceed a lane."""
     base, more, cut, count, splits, tiles, first, column, heights = read_record(record, TILE)
-    v_at = tl.load(record + 5)
+    v_at = tl.load(record + 5, eviction_policy=TABLES)
     rank = heights & 0xFFFF
     stack = heights >> 16
 
@@ -121,51 +121,56 @@ def _expand_piece(
         inside = n // TILE < tiles
     if DEEP:
         t = (n // TILE)[None, :] * rank + r[:, None]
-        token = tl.load(rows + first + m, mask=m < count, other=0)
+        token = tl.load(rows + first + m, mask=m < count, other=0, eviction_policy=TABLES)
         if PDL:
             tl.extra.cuda.gdc_wait()
         for at in range(0, count, STEP):
-            token = tl.load(rows + first + at + m, mask=at + m < count, other=0)
+            token = tl.load(rows + first + at + m, mask=at + m < count, other=0, eviction_policy=TABLES)
             update = tl.zeros((STEP, WIDTH), tl.float32)
             for r_first in range(0, rank, HEIGHT):
                 mask = (r_first + r < rank)[:, None] & inside[None, :]
                 place = tile_elements(
                     t + r_first, mask, base, more, 0, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, True
                 )
-                b = tl.load(pool + place + (n % TILE)[None, :], mask=mask, other=0.0)
+                b = tl.load(pool + place + (n % TILE)[None, :], mask=mask, other=0.0, eviction_policy=WEIGHTS)
                 low = _low_rows(v, v_at, splits, stack, at + m, count, r_first + r, rank, SPLITS)
                 update = tl.dot(low.to(b.dtype), b, update, input_precision="ieee")
-            _add(y_columns, y_stride, token, (at + m < count)[:, None] & inside[None, :], update)
+            y_rows, mask = _rows_of(y_columns, y_stride, token), (at + m < count)[:, None] & inside[None, :]
+            _store_sum(y_rows, mask, tl.load(y_rows, mask=mask, other=0.0), update)
     else:
         b = load_piece(
             pool, pages, base, more, cut, rank, tiles, layer_tiles,
             HEIGHT, WIDTH, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, PLAIN,
         )  # fmt: skip
         if TOKENS == STEP:
-            token = tl.load(rows + first + m, mask=m < count, other=0)
+            token = tl.load(rows + first + m, mask=m < count, other=0, eviction_policy=TABLES)
             if PDL:
                 tl.extra.cuda.gdc_wait()
+            y_rows, mask = _rows_of(y_columns, y_stride, token), (m < count)[:, None] & inside[None, :]
+            before = tl.load(y_rows, mask=mask, other=0.0)  # under way beside v, not behind the product
             low = _low_rows(v, v_at, splits, stack, m, count, r, rank, SPLITS)
-            update = tl.dot(low.to(b.dtype), b, input_precision="ieee")
-            _add(y_columns, y_stride, token, (m < count)[:, None] & inside[None, :], update)
+            _store_sum(y_rows, mask, before, tl.dot(low.to(b.dtype), b, input_precision="ieee"))
         else:
             if PDL:
                 tl.extra.cuda.gdc_wait()
             for at in tl.range(0, count, STEP, num_stages=STAGES):
-                token = tl.load(rows + first + at + m, mask=at + m < count, other=0)
+                token = tl.load(rows + first + at + m, mask=at + m < count, other=0, eviction_policy=TABLES)
                 low = _low_rows(v, v_at, splits, stack, at + m, count, r, rank, SPLITS)
                 update = tl.dot(low.to(b.dtype), b, input_precision="ieee")
-                _add(y_columns, y_stride, token, (at + m < count)[:, None] & inside[None, :], update)
+                y_rows, mask = _rows_of(y_columns, y_stride, token), (at + m < count)[:, None] & inside[None, :]
+                _store_sum(y_rows, mask, tl.load(y_rows, mask=mask, other=0.0), update)
 
 
 @triton.jit
-def _add(y_columns, y_stride, token, mask, update):
-    """Add to rows of y. Rounded first: what changes hands between threads is then half as long."""
-    y_rows = y_columns[None, :] + (token.to(tl.int64) * y_stride)[:, None]
-    before = tl.load(y_rows, mask=mask, other=0.0)
-    dtype = y_columns.dtype.element_ty
-    after = before.to(tl.float32) + update.to(dtype).to(tl.float32)
-    tl.store(y_rows, after.to(dtype), mask=mask)
+def _rows_of(y_columns, y_stride, token):
+    return y_columns[None, :] + (token.to(tl.int64) * y_stride)[:, None]
+
+
+@triton.jit
+def _store_sum(y_rows, mask, before, update):
+    """The update is rounded before it is added: what changes hands between threads is then half as long."""
+    after = before.to(tl.float32) + update.to(before.dtype).to(tl.float32)
+    tl.store(y_rows, after.to(before.dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer_tiles"])
@@ -200,7 +205,7 @@ def expand(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     record = records + tl.program_id(0) * 8
-    rank = tl.load(record + 7) & 0xFFFF
+    rank = tl.load(record + 7, eviction_policy=TABLES) & 0xFFFF
     # Each class of rank has its own shape, of about the same number of elements.
     if rank == 0:  # no rows
         if PDL:

@@ -9,7 +9,7 @@ Source: S-LoRA (MLSys 2024) section 5.3; records in records.py; measurements in 
 import triton
 import triton.language as tl
 
-from interleaf.kernels.paging import load_piece, read_record, tile_elements
+from interleaf.kernels.paging import TABLES, WEIGHTS, load_piece, read_record, tile_elements
 
 
 @triton.jit
@@ -32,8 +32,8 @@ def _shrink_piece(
     PDL: tl.constexpr,
 ):
     base, more, cut, count, height, tiles, first, column, _ = read_record(record, TILE)
-    v_at = tl.load(record + 5)
-    token = tl.load(rows + first)
+    v_at = tl.load(record + 5, eviction_policy=TABLES)
+    token = tl.load(rows + first, eviction_policy=TABLES)
 
     r = tl.arange(0, HEIGHT)
     k = tl.arange(0, WIDTH)
@@ -73,8 +73,8 @@ def shrink(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     record = records + tl.program_id(0) * 8
-    plain = tl.load(record + 2) == 0
-    tiles = tl.load(record + 3) >> 16
+    plain = tl.load(record + 2, eviction_policy=TABLES) == 0
+    tiles = tl.load(record + 3, eviction_policy=TABLES) >> 16
     # Low stacks have pieces twice as wide, so that a program never moves half of what it could.
     if tiles == 0:  # no rows
         if PDL:
@@ -135,10 +135,10 @@ def _expand_piece(
     PDL: tl.constexpr,
 ):
     base, more, cut, count, splits, tiles, first, column, heights = read_record(record, TILE)
-    v_at = tl.load(record + 5)
+    v_at = tl.load(record + 5, eviction_policy=TABLES)
     rank = heights & 0xFFFF
     stack = heights >> 16
-    token = tl.load(rows + first)
+    token = tl.load(rows + first, eviction_policy=TABLES)
 
     r = tl.arange(0, HEIGHT)
     n = tl.arange(0, WIDTH)
@@ -182,7 +182,7 @@ def _expand_class(
     LOOKED_UP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if tl.load(record + 2) != 0:
+    if tl.load(record + 2, eviction_policy=TABLES) != 0:
         _expand_piece(
             record, v, pool, pages, rows, y, y_stride, layer_tiles,
             SPLITS, HEIGHT, WIDTH, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP, False, PDL,
@@ -214,7 +214,7 @@ def _expand_deep(
 ):
     """A piece of a B whose rank exceeds HEIGHT: rows of B in turn, pages looked up, for the piece may exceed a lane."""
     base, more, _, count, splits, tiles, first, column, heights = read_record(record, TILE)
-    v_at = tl.load(record + 5)
+    v_at = tl.load(record + 5, eviction_policy=TABLES)
     rank = heights & 0xFFFF
     stack = heights >> 16
 
@@ -222,14 +222,14 @@ def _expand_deep(
     inside = n // TILE < tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
-    token = tl.load(rows + first)
+    token = tl.load(rows + first, eviction_policy=TABLES)
     update = tl.zeros((WIDTH,), tl.float32)
     for r_first in range(0, rank, HEIGHT):
         r = r_first + tl.arange(0, HEIGHT)
         t = (n // TILE)[None, :] * rank + r[:, None]
         mask = (r < rank)[:, None] & inside[None, :] & (count > 0)
         at = tile_elements(t, mask, base, more, 0, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, True)
-        b = tl.load(pool + at + (n % TILE)[None, :], mask=mask, other=0.0)
+        b = tl.load(pool + at + (n % TILE)[None, :], mask=mask, other=0.0, eviction_policy=WEIGHTS)
         low = _low_row(v + v_at, splits, stack, r, (r < rank) & (count > 0), SPLITS)
         update += tl.sum(low[:, None] * b.to(tl.float32), 0)
     y_row = y + token.to(tl.int64) * y_stride + column + n
@@ -263,7 +263,7 @@ def expand(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     record = records + tl.program_id(0) * 8
-    rank = tl.load(record + 7) & 0xFFFF
+    rank = tl.load(record + 7, eviction_policy=TABLES) & 0xFFFF
     # Each class of rank has its own shape, of about the same number of elements.
     if rank == 0:  # no rows
         if PDL:

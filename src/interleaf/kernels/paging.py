@@ -8,6 +8,11 @@ pages), or a matrix too high, records name the piece's place in the stream inste
 import triton
 import triton.language as tl
 
+TABLES = tl.constexpr("evict_last")
+"""Hint to the L2 cache for what every layer reads: records and the row table."""
+WEIGHTS = tl.constexpr("evict_first")
+"""And for what a step reads once: so it is rather x, v and y that the next kernel finds there."""
+
 
 @triton.jit
 def read_record(record, TILE: tl.constexpr):
@@ -16,13 +21,13 @@ def read_record(record, TILE: tl.constexpr):
     The place in v is left to callers: what they know of its alignment must be said of the load itself, or is lost when
     this is inlined.
     """
-    base = tl.load(record)
-    more = tl.load(record + 1)
-    cut = tl.load(record + 2)
-    packed = tl.load(record + 3)
-    first = tl.load(record + 4)
-    column = tl.load(record + 6) * TILE
-    last = tl.load(record + 7)
+    base = tl.load(record, eviction_policy=TABLES)
+    more = tl.load(record + 1, eviction_policy=TABLES)
+    cut = tl.load(record + 2, eviction_policy=TABLES)
+    packed = tl.load(record + 3, eviction_policy=TABLES)
+    first = tl.load(record + 4, eviction_policy=TABLES)
+    column = tl.load(record + 6, eviction_policy=TABLES) * TILE
+    last = tl.load(record + 7, eviction_policy=TABLES)
     return base, more, cut, packed & 0xFF, (packed >> 8) & 0xFF, packed >> 16, first, column, last
 
 
@@ -73,9 +78,10 @@ def load_piece(
     k = tl.arange(0, WIDTH)
     if PLAIN:
         at = (base.to(tl.int64) + layer_tiles) * TILE
-        return tl.load(pool + at + r[:, None] * TILE + (k // TILE * (HEIGHT * TILE) + k % TILE)[None, :])
+        place = r[:, None] * TILE + (k // TILE * (HEIGHT * TILE) + k % TILE)[None, :]
+        return tl.load(pool + at + place, eviction_policy=WEIGHTS)
     else:
         t = (k // TILE)[None, :] * height + r[:, None]
         mask = (r < height)[:, None] & (k // TILE < tiles)[None, :]
         at = tile_elements(t, mask, base, more, cut, pages, layer_tiles, TILE, LANE_TILES, PAGE_TILES, LOOKED_UP)
-        return tl.load(pool + at + (k % TILE)[None, :], mask=mask, other=0.0)
+        return tl.load(pool + at + (k % TILE)[None, :], mask=mask, other=0.0, eviction_policy=WEIGHTS)

@@ -19,7 +19,6 @@ from interleaf.kernels.forms import (
     EXPAND_RUNS,
     EXPAND_RUNS_HIGH,
     SHRINK_FEW,
-    SHRINK_LONG,
     SHRINK_ONE,
     SHRINK_SOME,
     Form,
@@ -40,11 +39,11 @@ _AGAIN = 0.3
 
 _MANY_ADAPTERS = 64
 """Adapters from which on runs fill the GPU without a finer split of x."""
-_TOKENS = (1, 2, 4, 8, 16, 64)
+_TOKENS = (1, 2, 4, 8, 16)
 
 
 def schemes_of(bucket: int, high: bool) -> tuple[Pair, ...]:
-    """All schemes of steps of up to `bucket` rows: for single rows, for runs of 2, 4, 8 and 16, and for long ones.
+    """All schemes of steps of up to `bucket` rows: for single rows and for runs of 2, 4, 8 and 16.
 
     Args:
         high: some rank is above STACK_ROWS.
@@ -54,7 +53,7 @@ def schemes_of(bucket: int, high: bool) -> tuple[Pair, ...]:
         (SHRINK_FEW if bucket // tokens >= _MANY_ADAPTERS else SHRINK_SOME, expand)
         for tokens, expand in expands.items()
     ]
-    return ((SHRINK_ONE, EXPAND_ONE), *runs, (SHRINK_LONG, expands[16]))
+    return ((SHRINK_ONE, EXPAND_ONE), *runs)
 
 
 @dataclass(frozen=True, slots=True)
