@@ -30,7 +30,7 @@ def loading(
     rows: int = 256,
     context_tokens: int = 400,
     rounds: int = 4,
-    under_way: int = 16,
+    under_way: int = 32,
 ) -> dict[str, Any]:
     """Decode a steady batch of the base model, in half of the windows beside copies that never end.
 

@@ -294,7 +294,7 @@ def floor_us(case: Case) -> float:
 
 
 def print_steps(bench: Bench, only: str) -> None:
-    print("| case | plan | upload | resolve | fitted | mould | spare | singles, runs of 2, 4, 8, 16 |")
+    print("| case | plan | upload | resolve | fitted | mould | spare | singles, runs of 2, 4, 8, 16, long |")
     print("|---|---|---|---|---|---|---|---|")
     with torch.inference_mode():
         for case in CASES:

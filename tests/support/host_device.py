@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -12,18 +12,20 @@ class HostEvent:
     """Everything has always happened already; unless it is held back.
 
     Attributes:
+        is_copys: it was recorded on the copy stream.
         num_waits: how often work was made to wait for it.
     """
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
         self.num_waits = 0
+        self.is_copys = False
 
     def record(self) -> None:
-        pass
+        self.is_copys = self._device.is_copying
 
     def query(self) -> bool:
-        return not self._device.holds_copies
+        return not (self._device.holds_copies if self.is_copys else self._device.holds_steps)
 
     def synchronize(self) -> None:
         pass
@@ -47,7 +49,8 @@ class HostDevice:
     """See `Device`.
 
     Attributes:
-        holds_copies: events say that they have not passed, so that loads stay under way.
+        holds_copies, holds_steps: events on the copy stream, or on the other, say that they have not passed.
+        is_copying: the copy stream is the current one.
         num_captures: graphs captured.   num_reclaims: times that memory was given back.
         kept: tensors that a capture, which here has to compute, leaves as they were.
     """
@@ -55,15 +58,18 @@ class HostDevice:
     torch_device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.holds_copies = False
+        self.holds_copies = self.holds_steps = self.is_copying = False
         self.num_captures = self.num_reclaims = 0
         self.kept: list[torch.Tensor] = []
 
     def computing(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def copying(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self.is_copying = True
+        yield
+        self.is_copying = False
 
     def event(self) -> HostEvent:
         return HostEvent(self)

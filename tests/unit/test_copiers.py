@@ -96,6 +96,17 @@ def test_a_copy_that_will_have_ended_is_reported_once_and_later_steps_wait_for_i
     assert copier.num_under_way == 0
 
 
+def test_a_copy_that_has_yet_to_wait_for_a_step_is_not_reported_ahead_of_its_end_nor_is_any_behind_it(
+    copier: StreamCopier, device: HostDevice
+) -> None:
+    device.holds_copies = device.holds_steps = True
+    copier.copy(AdapterLoad(SOUND, PAGES))
+    copier.copy(AdapterLoad(LATER, (3, 4, 6)))
+    assert copier.poll(100) == [], "however fast the link is, the step that still reads the pages is not over"
+    device.holds_steps = False
+    assert copier.poll(100) == [LoadReport(SOUND), LoadReport(LATER)]
+
+
 def test_an_image_is_kept_until_its_copy_has_ended_though_it_was_reported(pool: PagePool, device: HostDevice) -> None:
     images = {SOUND: image(SOUND)}
     memory = weakref.ref(images[SOUND].data)

@@ -197,6 +197,8 @@ def test_no_step_reads_what_is_not_there_and_no_copy_overwrites_what_is_read(see
 def test_a_loop_that_waits_for_copies_ends_when_all_have_been_reported_ahead_of_their_end() -> None:
     world = World(0)
     world.copier.copy(AdapterLoad(AdapterUid("d"), (0, 1, 2)))
+    assert world.copier.poll(3) == [], "the steps launched before it are not over"
+    assert world.device.steps.advance()
     assert len(world.copier.poll(3)) == 1
     assert world.copier.wait(), "a copy is under way though it was reported"
     assert world.copier.poll() == []

@@ -96,12 +96,14 @@ class _UnderWay:
     """A copy that has been enqueued; its image's memory is kept until it has ended.
 
     Attributes:
+        may_begin: an event after which nothing reads the pages any more, so that the copy begins.
         failure: why a part of it was refused. What was enqueued before still writes to the pages.
         is_reported: it was, ahead of its end.
     """
 
     uid: AdapterUid
     image: AdapterImage
+    may_begin: CopyEvent
     ended: CopyEvent
     failure: str | None = None
     is_reported: bool = False
@@ -150,15 +152,16 @@ class StreamCopier:
             except RuntimeError as error:  # torch's word for it
                 failure = f"adapter {load.uid[:12]} could not be copied to the device: {error}"
             ended.record()  # and here it is told whether the device still works
-        self._under_way.append(_UnderWay(load.uid, image, ended, failure))
+        self._under_way.append(_UnderWay(load.uid, image, launched, ended, failure))
         return None if failure else image.layout
 
     def poll(self, soon_pages: int = 0) -> list[LoadReport]:
         """Copies that have ended since the last call, in order, and those that are about to.
 
         Args:
-            soon_pages: as many pages of those under way as will have been copied when the next step begins. What is
-                enqueued on the current stream from now on waits for the copies among them, which are reported.
+            soon_pages: as many pages of those under way as will have been copied when the next step begins, if nothing
+                but the link holds them up. What is enqueued on the current stream from now on waits for the copies
+                among them, which are reported. A copy that has yet to wait for a step, and all behind it, are not.
         """
         reports, self._failed = self._failed, []
         while self._under_way and self._under_way[0].ended.query():
@@ -167,7 +170,7 @@ class StreamCopier:
                 reports.append(LoadReport(copy.uid, copy.failure))
         for copy in self._under_way:
             soon_pages -= copy.image.layout.pages
-            if soon_pages < 0:
+            if soon_pages < 0 or not copy.may_begin.query():
                 break
             if not copy.is_reported and copy.failure is None:
                 copy.ended.wait()

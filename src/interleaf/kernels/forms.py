@@ -37,6 +37,7 @@ class Form:
 SHRINK_ONE = Form(True, 1, 1024, 1024, warps=4)
 SHRINK_FEW = Form(False, 16, 2048, 256, warps=2, stages=4)
 SHRINK_SOME = Form(False, 16, 1024, 256, warps=2, stages=4)
+SHRINK_LONG_HIGH = Form(False, 64, 1024, 128, warps=4, stages=4)
 SHRINK_PREFILL = Form(False, 64, 2048, 128, warps=4, stages=4)
 
 EXPAND_ONE = Form(True, 1, 512, 1, warps=2)
@@ -64,12 +65,13 @@ def all_pairs(high: bool) -> list[tuple[Form, Form]]:
     return [
         (SHRINK_ONE, EXPAND_ONE),
         *((shrink, expand) for shrink in (SHRINK_FEW, SHRINK_SOME) for expand in runs),
+        *((SHRINK_LONG_HIGH, expand) for expand in runs if high),
         *((shrink, prefill) for shrink in (SHRINK_FEW, SHRINK_SOME, SHRINK_PREFILL)),
     ]
 
 
 _LONG_ROWS = 25
-"""Rows of an adapter from which on programs of 64 rows win in the shrink of a prefill."""
+"""Rows of an adapter from which on programs of 64 rows win in the shrink, of a prefill or of high ranks."""
 _MANY_ADAPTERS = 64
 """Adapters of several rows from which on they fill the GPU without a finer split of x."""
 _PREFILL_ROWS = 1024
@@ -95,12 +97,12 @@ def choose_forms(counts: Sequence[int], highest: int) -> list[tuple[Form, Form]]
     if sum(counts) >= _PREFILL_ROWS:
         long_shrink = SHRINK_PREFILL
         run_expand = EXPAND_PREFILL_HIGH if high else EXPAND_PREFILL
-        if long and short * _SHARE < adapters:
-            run_shrink = long_shrink
     else:
-        long_shrink = run_shrink
+        long_shrink = SHRINK_LONG_HIGH if high else run_shrink
         mean = (sum(counts) - ones) / max(1, adapters - ones)
         run_expand = (EXPAND_RUNS_HIGH if high else EXPAND_RUNS)[next((n for n in (2, 4, 8) if mean <= n), 16)]
+    if long and short * _SHARE < adapters:
+        run_shrink = long_shrink
     one_shrink, one_expand = (SHRINK_ONE, EXPAND_ONE) if ones * _SHARE >= adapters else (run_shrink, run_expand)
     return [
         (one_shrink, one_expand) if n == 1 else (long_shrink if n >= _LONG_ROWS else run_shrink, run_expand)

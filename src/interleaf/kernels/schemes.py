@@ -19,6 +19,7 @@ from interleaf.kernels.forms import (
     EXPAND_RUNS,
     EXPAND_RUNS_HIGH,
     SHRINK_FEW,
+    SHRINK_LONG_HIGH,
     SHRINK_ONE,
     SHRINK_SOME,
     Form,
@@ -39,11 +40,11 @@ _AGAIN = 0.3
 
 _MANY_ADAPTERS = 64
 """Adapters from which on runs fill the GPU without a finer split of x."""
-_TOKENS = (1, 2, 4, 8, 16)
+_TOKENS = (1, 2, 4, 8, 16, 64)
 
 
 def schemes_of(bucket: int, high: bool) -> tuple[Pair, ...]:
-    """All schemes of steps of up to `bucket` rows: for single rows and for runs of 2, 4, 8 and 16.
+    """All schemes of steps of up to `bucket` rows: for single rows, for runs of 2, 4, 8 and 16, and for long ones if there is a form for such.
 
     Args:
         high: some rank is above STACK_ROWS.
@@ -53,7 +54,8 @@ def schemes_of(bucket: int, high: bool) -> tuple[Pair, ...]:
         (SHRINK_FEW if bucket // tokens >= _MANY_ADAPTERS else SHRINK_SOME, expand)
         for tokens, expand in expands.items()
     ]
-    return ((SHRINK_ONE, EXPAND_ONE), *runs)
+    long = ((SHRINK_LONG_HIGH, expands[16]),) if high else ()
+    return ((SHRINK_ONE, EXPAND_ONE), *runs, *long)
 
 
 @dataclass(frozen=True, slots=True)
