@@ -14,7 +14,7 @@ from bench.engine_cold import cold_start
 from bench.engine_floor import ModelCosts, step_costs, total_floor_s
 from bench.engine_loading import loading
 from bench.engine_log import EventLog, StepLog
-from bench.engine_profile import group_of, profile, read_steps, steps_of, summarise
+from bench.engine_profile import group_of, layer_of, profile, read_steps, steps_of, summarise
 from bench.engine_report import RECORDED, record
 from bench.engine_rows import (
     MODELS,
@@ -521,6 +521,23 @@ def test_a_kernel_belongs_to_the_step_that_launched_it() -> None:
     assert summary["idle_us"] == 80 - (55 + 70) / 2
     mixed, period_us = steps_of(steps, "mixed")
     assert (len(mixed), period_us) == (1, 130)
+
+
+def test_a_layers_timeline_is_the_mean_of_the_layers_that_have_the_same_kernels() -> None:
+    names = {"r": "rotate_append", "g": "nvjet_gemm", "s": "shrink"}
+    kernels = [("r", 0, 2), ("g", 2, 10), ("r", 20, 23), ("g", 22, 34), ("r", 40, 41), ("s", 41, 42), ("r", 50, 51)]
+    events: list[dict[str, Any]] = [
+        {"cat": "user_annotation", "name": "bench step decode T=1", "ts": 0, "dur": 9},
+        {"cat": "cuda_runtime", "ts": 1, "args": {"correlation": 7}},
+    ]
+    for name, begin, end in kernels:
+        kernel = {"cat": "kernel", "name": names[name], "ts": begin, "dur": end - begin, "args": {"correlation": 7}}
+        events.append(kernel)
+    assert layer_of(read_steps(events)) == [
+        ("rotate_append", 0, 2.5),
+        ("nvjet_gemm", 2, 12),
+        ("rotate_append", 20, 22),
+    ], "two layers of a rotation and a product; the one with a shrink is another kind"
 
 
 @pytest.mark.parametrize(

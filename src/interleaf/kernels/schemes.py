@@ -44,7 +44,7 @@ _TOKENS = (1, 2, 4, 8, 16, 64)
 
 
 def schemes_of(bucket: int, high: bool) -> tuple[Pair, ...]:
-    """All schemes of steps of up to `bucket` rows: for single rows, for runs of 2, 4, 8 and 16, and for long ones if there is a form for such.
+    """All schemes of steps of up to `bucket` rows: single rows, runs of 2, 4, 8 and 16, and long ones of high ranks.
 
     Args:
         high: some rank is above STACK_ROWS.
