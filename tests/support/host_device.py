@@ -68,8 +68,10 @@ class HostDevice:
     @contextmanager
     def copying(self) -> Iterator[None]:
         self.is_copying = True
-        yield
-        self.is_copying = False
+        try:
+            yield
+        finally:
+            self.is_copying = False
 
     def event(self) -> HostEvent:
         return HostEvent(self)
