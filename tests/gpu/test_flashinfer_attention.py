@@ -48,6 +48,7 @@ def fa2(monkeypatch):
         return None
     fake = FakeFa2(MULTIPROCESSORS)
     monkeypatch.setattr(flashinfer_jit, "attention", lambda *_: fake)
+    monkeypatch.setattr(flashinfer, "send", fake.send)
     monkeypatch.setattr(flashinfer, "_multiprocessors", lambda _: MULTIPROCESSORS)
     return fake
 

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(FILE_OF_TESTS_S)
-@pytest.mark.parametrize("name", ["row_kernels", "flashinfer_attention", "gpu_model"])
+@pytest.mark.parametrize("name", ["row_kernels", "uploads", "flashinfer_attention", "gpu_model"])
 def test_what_a_gpu_computes_agrees_with_loops_when_interpreted(name):
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,7 +1,8 @@
 """FlashInfer's "fa2" library as loops over rows: the same arguments, the same places where it reads and writes.
 
-Plans lie in the work spaces that they are given. A copy from the pinned buffer to the device happens when the device
-comes to it, not when it is enqueued: when the launch that follows it runs.
+Plans lie in the work spaces that launches are given. An upload from the pinned buffer to the device happens when the
+device comes to it, not when it is enqueued: when the launch that follows it runs. The planner's own copy, behind all
+other copies, never does in time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ HEADER = 9
 class FakeFa2:
     """Functions `plan` and `paged_run`.
 
+    `send` stands for interleaf.kernels.uploads.send.
+
     Attributes:
         plans: what each plan was told, in order.
     """
@@ -23,6 +26,7 @@ class FakeFa2:
         self.programs = 2 * multiprocessors
         self.plans = []
         self._copies = []
+        self._made = None
 
     def plan(
         self, parts, space, pinned, q_starts, page_starts, lengths, rows, seqs, heads, kv_heads, page_tokens, graph,
@@ -47,8 +51,18 @@ class FakeFa2:
         shape = [heads, kv_heads, page_tokens]
         words[:HEADER] = torch.tensor([len(self.plans), seqs, rows, *shape, causal, window_left, not no_split])
         words[HEADER:] = torch.from_numpy(pages)
-        self._copies.append((len(self.plans), words, space))
+        space.fill_(0xFF)
+        assert self._made is None, "a plan was not sent"
+        self._made = (len(self.plans), words, space.data_ptr())
         return [grid, rows, len(self.plans) if not graph else 0]
+
+    def send(self, host, target):
+        number, words, aside = self._made
+        self._made = None
+        assert host.data_ptr() == words.data_ptr()
+        assert host.nbytes == target.nbytes >= words.nbytes
+        assert target.data_ptr() != aside, "the planner's own copy may come at any time"
+        self._copies.append((number, words, target))
 
     def paged_run(
         self, parts, space, plan, q, keys, values, q_starts, page_starts, indices, last_page_lens, out, lse, mask,
@@ -84,7 +98,11 @@ class FakeFa2:
 
     def _arrived(self, space, plan):
         """The plan that lies in a work space when its launch runs: copies up to it have been carried out, in order."""
-        last = plan[2] or max(number for number, _, to in self._copies if to is space) if self._copies else 0
+        last = (
+            plan[2] or max(number for number, _, to in self._copies if to.data_ptr() == space.data_ptr())
+            if self._copies
+            else 0
+        )
         while self._copies and self._copies[0][0] <= last:
             _, words, to = self._copies.pop(0)
             to[: words.nbytes].copy_(words.view(torch.uint8))

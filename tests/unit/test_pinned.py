@@ -64,11 +64,30 @@ def test_neighbours_on_the_heap_are_all_registered_and_share_no_page(driver):
         assert len(pages) == -(-other.num_bytes // PAGE)
 
 
-def test_memory_that_is_an_image_s_own_is_registered_where_it_lies(driver):
-    mapping = mmap.mmap(-1, 4 * PAGE)
-    image = AdapterImage(LAYOUT, torch.frombuffer(mapping, dtype=torch.uint8, offset=PAGE).view(1, 1, -1))
-    assert pinned.pin(image) is image
-    assert [*driver.ranges] == [image.data.data_ptr()]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_bytes", [2**21 - PAGE, 2**21, 5 * 2**20 + 4 * PAGE])
+def test_an_image_of_another_process_is_moved_too_and_begins_at_a_huge_page_if_it_fills_one(driver, dtype, num_bytes):
+    mapping = mmap.mmap(-1, num_bytes + PAGE)
+    data = torch.frombuffer(mapping, dtype=dtype, offset=PAGE).view(4, 2, -1)
+    data.copy_(torch.arange(data.numel()).view(data.shape) % 251)
+    image = pinned.pin(AdapterImage(LAYOUT, data))
+    assert torch.equal(image.data, data)
+    assert [*driver.ranges] == [image.data.data_ptr()] != [data.data_ptr()]
+    assert [len(pages) for pages in driver.ranges.values()] == [num_bytes // PAGE]
+    assert image.data.data_ptr() % (2**21 if num_bytes >= 2**21 else PAGE) == 0
+    assert image.data.is_contiguous()
+
+
+def test_room_to_begin_at_a_huge_page_takes_no_memory(driver):
+    before = resident_bytes()
+    kept = [pinned.pin(image) for image in images(*[2**21 + 4096] * 16)]
+    assert resident_bytes() - before < 1.2 * 16 * 2**21 + 16 * 2**21 + 2**22  # the images, those they were made of
+    assert len(kept) == len(driver.ranges)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGE
 
 
 def test_it_is_let_go_with_the_image(driver):

@@ -5,7 +5,7 @@ Both run the same compiled module, decode on tensor cores too: on an H200 that w
 sequences of 400 tokens), and any number of query heads per KV head will do.
 
 A plan says which program computes what, and whether long sequences are split among several programs, whose results
-another kernel merges. It is made on the host and copied to the device. Two cases:
+another kernel merges. It is made on the host and sent to the device (see PlanSender). Two cases:
 
 - More decode rows than programs fit the GPU at once: FlashInfer would split none, so splitting is switched off. Then
   the plan depends on the number of rows only, and a graph's is made once; and no merge is launched. (In FlashInfer's
@@ -17,8 +17,10 @@ Source: FlashInfer (Ye et al., MLSys 2025); flashinfer-python 0.6.11, csrc/batch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,11 +32,13 @@ from interleaf.errors import ConfigError
 from interleaf.kernels import flashinfer_jit
 from interleaf.kernels.kv import rotate_and_append
 from interleaf.kernels.rotary import RopeAngles
+from interleaf.kernels.uploads import send
 from interleaf.memory.pool import PagePool
 
 _PLAN_BYTES = 8 * 2**20
 """A plan takes some 20 bytes per tile of queries and 4 per row."""
 _GRAPH_PLAN_BYTES = 2**18
+_ALIGNMENT = 16
 _BLOCKS_PER_SM = 2
 """FlashInfer splits sequences until so many programs per multiprocessor have work."""
 _TILES = (16, 64, 128)
@@ -83,7 +87,7 @@ class FlashInferPaged:
         self._decode_plan, self._chunk_plan = (
             torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
         )
-        self._decode_sent, self._chunks_sent = PlanBuffers(device), PlanBuffers(device)
+        self._sender = PlanSender(device)
         self._max_seqs = max_seqs
         self._graph_indices: Tensor | None = None
         self._graphs: dict[int, FlashInferStep] = {}
@@ -99,9 +103,7 @@ class FlashInferPaged:
             launches.append(lists.launch(0, n, _ALL, self._decode_plan, plan))
         if n < s:
             starts = _starts(rows.host_q_lens[n:])
-            plan = self._plan(
-                starts, pages[n:], self._chunk_plan, self._chunks_sent, causal=True, graph=False, split=True
-            )
+            plan = self._plan(starts, pages[n:], self._chunk_plan, causal=True, graph=False, split=True)
             launches.append(lists.launch(n, int(starts[-1]), _CAUSAL, self._chunk_plan, plan))
         lists.fill()
         return FlashInferStep(self, rows.slots, lists, tuple(launches))
@@ -145,20 +147,19 @@ class FlashInferPaged:
     def _plan_decode(self, pages: HostInts, space: Tensor, *, graph: bool) -> Any:
         split = self._may_split(len(pages))
         starts = np.arange(len(pages) + 1, dtype=np.int32)
-        return self._plan(starts, pages, space, self._decode_sent, causal=False, graph=graph and split, split=split)
+        return self._plan(starts, pages, space, causal=False, graph=graph and split, split=split)
 
     def _plan(
         self,
         q_starts: HostInts,
         pages: HostInts,
         space: Tensor,
-        sent: PlanBuffers,
         *,
         causal: bool,
         graph: bool,
         split: bool,
     ) -> Any:
-        """Plan a launch and enqueue the copy of the plan to `space`.
+        """Plan a launch and enqueue the upload of the plan to `space`.
 
         Args:
             q_starts: [S + 1] first row of each sequence, from 0.   pages: [S].
@@ -169,28 +170,30 @@ class FlashInferPaged:
         """
         page_starts = torch.from_numpy(_starts(pages))
         kv_heads, head_dim = self.pool.shape[4:]
-        plan = self.module.plan(
-            self.parts,
-            space,
-            sent.next(),
-            torch.from_numpy(q_starts),
-            page_starts,
-            page_starts,  # lengths: fa2 plans by pages and does not look at them
-            int(q_starts[-1]),
-            len(pages),
-            self._num_heads,
-            kv_heads,
-            self._page_tokens,
-            graph,
-            head_dim,
-            head_dim,
-            causal,
-            self.window_left,
-            -1,  # no fixed size of a split
-            not split,
-            0,  # programs of other kernels at the same time
-        )
-        sent.enqueued()
+        host, aside = self._sender.begin(space)
+        with self._sender.planning():
+            plan = self.module.plan(
+                self.parts,
+                aside,
+                host,
+                torch.from_numpy(q_starts),
+                page_starts,
+                page_starts,  # lengths: fa2 plans by pages and does not look at them
+                int(q_starts[-1]),
+                len(pages),
+                self._num_heads,
+                kv_heads,
+                self._page_tokens,
+                graph,
+                head_dim,
+                head_dim,
+                causal,
+                self.window_left,
+                -1,  # no fixed size of a split
+                not split,
+                0,  # programs of other kernels at the same time
+            )
+        self._sender.send(plan, len(pages), space)
         return plan
 
     def _lists(self, rows: DeviceRows, indices: Tensor) -> PageLists:
@@ -328,26 +331,50 @@ class FlashInferStep:
         return out.view(len(q), -1)
 
 
-class PlanBuffers:
-    """Two pinned buffers that plans are written to in turn: a plan may be on its way while the next one is made."""
+class PlanSender:
+    """Sends plans to the device as everything that a step waits for is sent (interleaf.kernels.uploads).
+
+    FlashInfer's planner enqueues a copy of its own, which would wait for all copies of adapters. It is let: on a stream
+    that nobody waits for, to memory that nobody reads.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._buffers = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)] if pinned else None  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._aside = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        # Two of each step, in turn: a step's plans may be on their way while the next step's are made.
+        self._buffers = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(4)]
+        self._read = [torch.cuda.Event() for _ in self._buffers] if on_gpu else None  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def next(self) -> Tensor:
-        """The buffer whose turn it is. Its last copy was two plans ago; a step that has been read back is past it."""
-        if self._copied is not None:
-            self._copied[self._turn].synchronize()
-        return self._buffers[self._turn]
+    def begin(self, space: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns: what to plan in: on the host, and for the planner's own copy, as large as `space`."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if self._read is not None:
+            self._read[self._turn].synchronize()  # of two steps ago: a step that has been read back is past it
+        return self._buffers[self._turn], self._aside[: len(space)]
 
-    def enqueued(self) -> None:
-        """The copy out of the buffer has been enqueued."""
-        if self._copied is not None:
-            self._copied[self._turn].record()
-        self._turn ^= 1
+    def planning(self) -> AbstractContextManager[object]:
+        """Inside, the planner's own copy is out of everybody's way."""
+        return nullcontext() if self._stream is None else cast(Any, torch.cuda.stream(self._stream))
+
+    def send(self, plan: Any, num_seqs: int, space: Tensor) -> None:
+        """Enqueue the upload of the plan just made to `space`."""
+        num_bytes = plan_bytes(plan, num_seqs)
+        assert num_bytes <= len(space), f"a plan of up to {num_bytes} bytes for {len(space)}"
+        send(self._buffers[self._turn][:num_bytes], space[:num_bytes])
+        if self._read is not None:
+            self._read[self._turn].record()
+
+
+def plan_bytes(plan: Sequence[int], num_seqs: int) -> int:
+    """Bytes that a plan takes at most: of three int32 and a flag for every tile, two lists with an entry more than
+    there are sequences and rows, two single numbers, each begun at a multiple of 16.
+
+    Args: plan: what FlashInfer answered when it made it, number of tiles and of rows first.
+    """
+    tiles, rows = plan[0], plan[1]
+    return -(-(13 * tiles + 4 * (num_seqs + rows + 4) + 8 * _ALIGNMENT) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from interleaf.attention.device import DeviceRows
 from interleaf.attention.paged_plan import RECORD_INTS, Int32s, cut_chunks, cut_decode
 from interleaf.kernels.kv import rotate_and_append
 from interleaf.kernels.rotary import RopeAngles
+from interleaf.kernels.uploads import Uploads
 from interleaf.memory.pool import PagePool
 
 _PROGRAMS_PER_SM = 4
@@ -74,6 +75,7 @@ class TritonPaged:
         num_records = 2 * self._spare_parts + max_seqs + max_rows // self.shapes.tile_rows
         # Zeroes are records of programs that end at once.
         self._records = torch.zeros(num_records, RECORD_INTS, dtype=torch.int32, device=data.device)
+        self._uploads = Uploads(data.device)
         part_shape = (2 * self._spare_parts, num_heads)
         self._part_out = torch.empty(*part_shape, g.head_dim, dtype=torch.float32, device=data.device)
         self._part_lse = torch.empty(part_shape, dtype=torch.float32, device=data.device)
@@ -110,11 +112,8 @@ class TritonPaged:
 
     def _step(self, rows: DeviceRows, merges: Int32s, parts: Int32s, tiles: Int32s) -> PagedStep:
         sizes = [len(merges), len(parts), len(tiles)]
-        host = torch.empty(sum(sizes), RECORD_INTS, dtype=torch.int32, pin_memory=self._pool.is_cuda)
-        np.concatenate([merges, parts, tiles], out=host.numpy())
-        # torch keeps a pinned block from being given out again until the copies out of it have ended.
-        records = self._records[: len(host)]
-        records.copy_(host, non_blocking=True)
+        records = self._records[: sum(sizes)]
+        self._uploads.send(np.concatenate([merges, parts, tiles]), records)
         of_merges, of_parts, of_tiles = torch.split(records, sizes)
         return PagedStep(self.shapes, rows, of_merges, of_parts, of_tiles, self._pool, self._part_out, self._part_lse)
 

@@ -13,17 +13,12 @@ import numpy as np
 import torch
 
 from interleaf.core import SamplingParams
+from interleaf.kernels.uploads import Uploads
 
 _MOST_OUTPUTS = 16_383
 """Of one token, that are counted: the counters are int16."""
 
 _BLOCK = 4096
-
-
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it. Pinned memory is kept, until the copy is done, by its allocator."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +41,10 @@ class PenalisedRows:
 class DevicePenaltyBook:
     """Counters of the sequences that have penalties, [slots, V] int16: twice the outputs, plus one for the prompt's."""
 
-    def __init__(self, vocab_size: int, device: torch.device, *, kernels: bool) -> None:
+    def __init__(self, vocab_size: int, uploads: Uploads, *, kernels: bool) -> None:
         self._kernels = kernels
-        self._device = device
+        self._uploads = uploads
+        self._device = device = uploads.device
         self._vocab_size = vocab_size
         self._seen = torch.zeros(0, vocab_size, dtype=torch.int16, device=device)
         self._slots: dict[int, int] = {}
@@ -71,7 +67,7 @@ class DevicePenaltyBook:
         ids = np.asarray(token_ids, dtype=np.int64)
         in_prompt = np.bincount(ids[:prompt_tokens], minlength=self._vocab_size) > 0
         outputs = np.bincount(ids[prompt_tokens:], minlength=self._vocab_size).clip(max=_MOST_OUTPUTS)
-        self._seen[slot].copy_(upload((2 * outputs + in_prompt).astype(np.int16), self._device))
+        self._seen[slot].copy_(self._uploads.new((2 * outputs + in_prompt).astype(np.int16)))
         self._slots[seat] = slot
         self._params[seat] = params
 
@@ -91,11 +87,11 @@ class DevicePenaltyBook:
                 strength[i] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         counted = np.flatnonzero(slots >= 0)
         return PenalisedRows(
-            rows=upload(np.asarray(rows, dtype=np.int64), self._device),
-            slots=upload(slots, self._device),
-            strength=upload(strength, self._device),
-            counted=upload(counted, self._device),
-            counted_slots=upload(slots[counted], self._device),
+            rows=self._uploads.new(np.asarray(rows, dtype=np.int64)),
+            slots=self._uploads.new(slots),
+            strength=self._uploads.new(strength),
+            counted=self._uploads.new(counted),
+            counted_slots=self._uploads.new(slots[counted]),
         )
 
     def apply(self, logits: torch.Tensor, rows: PenalisedRows) -> torch.Tensor:

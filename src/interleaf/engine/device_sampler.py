@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from interleaf.core import SamplingParams, StepResult, TokenLogprobs
-from interleaf.engine.device_penalties import DevicePenaltyBook, PenalisedRows, upload
+from interleaf.engine.device_penalties import DevicePenaltyBook, PenalisedRows
 from interleaf.engine.logprobs import pack_logprobs, unpack_logprobs
 from interleaf.engine.sampling_math import stream_key
 from interleaf.engine.torch_choice import TorchChooser
 from interleaf.kernels.token_choice import STATE_FIELDS, Choice, TokenChooser
+from interleaf.kernels.uploads import Uploads, send
 
 _EDITED_ROWS = 64
 """Rows edited at a time: 64 x 128256 float32 are 33 MB."""
@@ -137,7 +138,8 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._chooser = TokenChooser(vocab_size, device, max_rows) if kernels else TorchChooser()
-        self._penalties = DevicePenaltyBook(vocab_size, device, kernels=kernels)
+        self._uploads = Uploads(device)
+        self._penalties = DevicePenaltyBook(vocab_size, self._uploads, kernels=kernels)
         self._minus_infinity = torch.full((), -torch.inf, device=device)
         self.last_token = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
 
@@ -221,7 +223,7 @@ class DeviceSampler:
         host.numpy()[:, 0] = seats
         host.numpy()[:, 1:] = self._rows[seats]
         arrived = self._arrived[: len(seats)]
-        arrived.copy_(host, non_blocking=True)
+        send(host, arrived)
         if sent is not None:
             sent.record()
         self._state.index_copy_(0, arrived[:, 0], arrived[:, 1:])
@@ -310,21 +312,21 @@ class DeviceSampler:
         masked[edited] = self._num_seats
         return _Outside(
             key=key,
-            seats=upload(masked, self._device) if edited else None,
+            seats=self._uploads.new(masked) if edited else None,
             choice=Choice(int(plain.max())) if len(plain) else None,
             edits=tuple(self._edit(rows, seats[rows].tolist()) for rows in _chunks(edited)),
             forbidding=tuple(s for s in seats.tolist() if self._bound[s] > 0),
-            asking=upload(np.array([row for row, _ in asking], dtype=np.int64), self._device) if asking else None,
+            asking=self._uploads.new(np.array([row for row, _ in asking], dtype=np.int64)) if asking else None,
             rows=tuple(row for row, _ in asking),
             num_top=tuple(count for _, count in asking),
         )
 
     def _edit(self, rows: Sequence[int], seats: Sequence[int]) -> _Edit:
         forbidden = [(at, t) for at, seat in enumerate(seats) if self._bound[seat] > 0 for t in self._stop_ids[seat]]
-        at, tokens = upload(np.array(forbidden, dtype=np.int64).reshape(-1, 2).T.copy(), self._device)
+        at, tokens = self._uploads.new(np.array(forbidden, dtype=np.int64).reshape(-1, 2).T)
         return _Edit(
             rows=self._penalties.rows(rows, seats),
-            seats=upload(np.array(seats, dtype=np.int64), self._device),
+            seats=self._uploads.new(np.array(seats, dtype=np.int64)),
             forbidden=(at, tokens) if forbidden else None,
             choice=Choice(int(self._choices[list(seats)].max())),
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from interleaf.kernels.layouts import to_device
+from interleaf.kernels.uploads import Uploads
 
 
 class AdapterPages:
@@ -22,7 +22,8 @@ class AdapterPages:
         data: int32, on the device.
     """
 
-    def __init__(self, entries: int, device: torch.device) -> None:
+    def __init__(self, entries: int, device: torch.device, uploads: Uploads) -> None:
+        self._uploads = uploads
         self.data = torch.zeros(entries, dtype=torch.int32, device=device)
         self._used = 0
         self._free: dict[int, list[int]] = defaultdict(list)
@@ -38,7 +39,7 @@ class AdapterPages:
         else:
             return None
         if len(pages):
-            to_device(np.array(pages, dtype=np.int32), self.data[first : first + len(pages)])
+            self._uploads.send(np.array(pages, dtype=np.int32), self.data[first : first + len(pages)])
         return first
 
     def take_back(self, first: int, count: int) -> None:

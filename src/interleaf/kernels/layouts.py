@@ -15,6 +15,7 @@ import torch
 from interleaf.core import LoraGroup, PooledLayout, StreamLayout, StreamOrder
 from interleaf.kernels.forms import Form
 from interleaf.kernels.records import RECORD_INTS, Ints, PoolTiles, cut_group
+from interleaf.kernels.uploads import Uploads
 
 Pair = tuple[Form, Form]
 """Forms of shrink and expand."""
@@ -43,7 +44,8 @@ class Field(IntEnum):
 class PieceArena:
     """Pieces on the device, one after another. Moves when it grows: no graph reads it."""
 
-    def __init__(self, device: torch.device, capacity: int = 4096) -> None:
+    def __init__(self, device: torch.device, uploads: Uploads, capacity: int = 4096) -> None:
+        self._uploads = uploads
         self.data = torch.empty(capacity, RECORD_INTS, dtype=torch.int32, device=device)
         self.used = 0
 
@@ -54,15 +56,9 @@ class PieceArena:
             larger = self.data.new_empty(max(end, 2 * len(self.data)), RECORD_INTS)
             larger[:first] = self.data[:first]
             self.data = larger
-        to_device(pieces, self.data[first:end])
+        self._uploads.send(pieces, self.data[first:end])
         self.used = end
         return first
-
-
-def to_device(source: Ints, target: torch.Tensor) -> None:
-    """Copy without waiting for the device: torch keeps the pinned block until the copy is done."""
-    host = torch.from_numpy(source)
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 
 class CutLayout:

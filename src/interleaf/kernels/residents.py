@@ -14,6 +14,7 @@ from interleaf.kernels.adapter_pages import AdapterPages
 from interleaf.kernels.layouts import CutLayout, LayoutSet, Longs, PieceArena, pool_tiles
 from interleaf.kernels.records import PoolTiles
 from interleaf.kernels.tasks import Members
+from interleaf.kernels.uploads import Uploads
 
 Segment = tuple[Hashable | None, int, int]
 """(uid of an adapter or None for the base model, first row, number of rows)."""
@@ -71,8 +72,9 @@ class Residents:
         self._layout_of: Longs = np.zeros(0, dtype=np.int64)  # valid while there is a layout set
         self._layouts: dict[PooledLayout, CutLayout] = {}
         self._set: LayoutSet | None = None
-        self._lists = AdapterPages(_PAGE_ENTRIES, device)
-        self.pieces = PieceArena(device)
+        self._uploads = Uploads(device)
+        self._lists = AdapterPages(_PAGE_ENTRIES, device, self._uploads)
+        self.pieces = PieceArena(device, self._uploads)
         self.last_page = 0
 
     @property
@@ -220,7 +222,7 @@ class Residents:
         self._layouts = {l: cut for l, cut in self._layouts.items() if cut.users}
         cut = self._layouts[layout] = CutLayout(layout)
         if self.pieces.used > _MOST_PIECES:
-            self.pieces = PieceArena(self._device)
+            self.pieces = PieceArena(self._device, self._uploads)
             for other in self._layouts.values():
                 other.forget()
         self._set = None
@@ -228,7 +230,7 @@ class Residents:
 
     def _move_lists(self) -> None:
         """To memory of twice the size."""
-        self._lists = AdapterPages(2 * len(self._lists.data), self._device)
+        self._lists = AdapterPages(2 * len(self._lists.data), self._device, self._uploads)
         for number, held in enumerate(self._held):
             if held is not None:
                 first = self._lists.put(held[1])

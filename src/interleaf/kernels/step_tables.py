@@ -1,4 +1,4 @@
-"""The device's tables of a step and the one copy that fills them. Knows streams and events; not what a record means.
+"""The device's tables of a step and the one upload that fills them. Knows streams and events; not what a record means.
 
 Tables are shared by all steps: a stream computes one after another. They move when a step needs more room; whoever has
 captured the old ones keeps them, and steps planned for them fill them.
@@ -14,6 +14,7 @@ from torch import Tensor
 from interleaf.kernels.cuda import DeviceTables
 from interleaf.kernels.records import RECORD_INTS, Ints, PoolTiles
 from interleaf.kernels.tasks import TASK_INTS
+from interleaf.kernels.uploads import send
 
 _BLOCK = 32
 """Records that a program of the resolve kernel makes at a time: one warp."""
@@ -42,7 +43,7 @@ class Staging:
         block = self._blocks[self._turn].numpy()
         block[: len(rows)] = rows
         block[at:ints] = tasks.ravel()
-        target[:ints].copy_(self._blocks[self._turn][:ints], non_blocking=True)
+        send(self._blocks[self._turn][:ints], target[:ints])
         if self._on_gpu:
             copied = self._copied[self._turn] = copied or torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             copied.record()

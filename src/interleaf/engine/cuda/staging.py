@@ -1,6 +1,6 @@
-"""A step's small arrays on their way to the device: written in pinned memory, sent in one copy.
+"""A step's small arrays on their way to the device: written in pinned memory, sent at once.
 
-Two host buffers alternate, for the host writes those of step k+1 while the copy of step k may not have begun.
+Two host buffers alternate, for the host writes those of step k+1 while those of step k may not have been read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from interleaf.engine.cuda.device import Device
+from interleaf.kernels.uploads import send
 
 _ALIGNMENT = 16
 _KEPT_VIEWS = 256
@@ -39,6 +40,7 @@ class Staging:
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
         self._host_bytes = [device.pinned(num_bytes) for _ in range(2)]
         self._sent = [device.event() for _ in range(2)]
@@ -81,5 +83,6 @@ class Staging:
         """Enqueue the copy of everything taken since `begin`."""
         if self._used:
             host = self._host_bytes[self._turn]
-            self._device_bytes[: self._used].copy_(host[: self._used], non_blocking=True)
+            used = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+            send(host[:used], self._device_bytes[:used])
         self._sent[self._turn].record()
