@@ -2,6 +2,9 @@
 
 import gc
 import mmap
+import random
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,8 +25,10 @@ class Driver:
     def __init__(self) -> None:
         self.ranges: dict[int, range] = {}
         self.refuses = False
+        self.calls = 0
 
     def cudaHostRegister(self, first: int, num_bytes: int, flags: int) -> int:
+        self.calls += 1
         pages = range(first // PAGE, -(-(first + num_bytes) // PAGE))
         if self.refuses or any(page in taken for taken in self.ranges.values() for page in pages):
             return 712
@@ -31,6 +36,7 @@ class Driver:
         return 0
 
     def cudaHostUnregister(self, first: int) -> int:
+        self.calls += 1
         del self.ranges[first]
         return 0
 
@@ -53,9 +59,14 @@ def images(*sizes: int, first: int = 64) -> list[AdapterImage]:
     return made
 
 
-def test_neighbours_on_the_heap_are_all_registered_and_share_no_page(driver):
+@pytest.fixture
+def memory(driver: Driver) -> pinned.PinnedMemory:
+    return pinned.PinnedMemory(2**30)
+
+
+def test_neighbours_on_the_heap_are_all_registered_and_share_no_page(driver, memory):
     before = images(3 * PAGE, 100, 5 * PAGE + 64, 2**20)
-    after = [pinned.pin(image) for image in before]
+    after = [memory.pin(image) for image in before]
     assert len(driver.ranges) == 4
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one.data, other.data)
@@ -66,23 +77,131 @@ def test_neighbours_on_the_heap_are_all_registered_and_share_no_page(driver):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_bytes", [2**21 - PAGE, 2**21, 5 * 2**20 + 4 * PAGE])
-def test_an_image_of_another_process_is_moved_too_and_begins_at_a_huge_page_if_it_fills_one(driver, dtype, num_bytes):
+def test_an_image_of_another_process_is_moved_too_and_begins_at_a_huge_page_if_it_fills_one(
+    driver, memory, dtype, num_bytes
+):
     mapping = mmap.mmap(-1, num_bytes + PAGE)
     data = torch.frombuffer(mapping, dtype=dtype, offset=PAGE).view(4, 2, -1)
     data.copy_(torch.arange(data.numel()).view(data.shape) % 251)
-    image = pinned.pin(AdapterImage(LAYOUT, data))
+    image = memory.pin(AdapterImage(LAYOUT, data))
     assert torch.equal(image.data, data)
-    assert [*driver.ranges] == [image.data.data_ptr()] != [data.data_ptr()]
-    assert [len(pages) for pages in driver.ranges.values()] == [num_bytes // PAGE]
-    assert image.data.data_ptr() % (2**21 if num_bytes >= 2**21 else PAGE) == 0
     assert image.data.is_contiguous()
+    assert [*driver.ranges] == [image.data.data_ptr()] != [data.data_ptr()]
+    assert image.data.data_ptr() % (2**21 if num_bytes >= 2**21 else PAGE) == 0
 
 
-def test_room_to_begin_at_a_huge_page_takes_no_memory(driver):
+@pytest.mark.parametrize("num_bytes", [1, 100, PAGE, PAGE + 1, 20 * PAGE, 2**21, 10_027_008, 83_886_080, 2**30 - 5])
+def test_a_block_is_little_larger_than_its_image(num_bytes):
+    size = pinned.block_size(num_bytes)
+    assert size % PAGE == 0
+    assert num_bytes <= size <= max(num_bytes + PAGE, num_bytes * 17 / 16)
+    assert pinned.block_size(size) == size
+
+
+def test_room_to_begin_at_a_huge_page_takes_no_memory(memory):
     before = resident_bytes()
-    kept = [pinned.pin(image) for image in images(*[2**21 + 4096] * 16)]
-    assert resident_bytes() - before < 1.2 * 16 * 2**21 + 16 * 2**21 + 2**22  # the images, those they were made of
-    assert len(kept) == len(driver.ranges)
+    kept = [memory.pin(image) for image in images(*[2**21] * 16)]
+    assert resident_bytes() - before < 1.3 * 2 * 16 * 2**21  # the images, and what they were made of
+    assert len(kept) == 16
+
+
+def test_memory_of_an_image_that_has_gone_takes_the_next_of_its_size(driver, memory):
+    first = memory.pin(images(9 * PAGE)[0])
+    place, registered_then = first.data.data_ptr(), dict(driver.ranges)
+    other = memory.pin(images(9 * PAGE)[0])
+    assert other.data.data_ptr() != place
+    del first
+    gc.collect()
+    assert set(driver.ranges) > set(registered_then), "nothing is let go as images come and go"
+    again = memory.pin(images(9 * PAGE, first=128)[0])
+    assert again.data.data_ptr() == place
+    assert torch.equal(again.data, images(9 * PAGE, first=128)[0].data)
+    assert torch.equal(other.data, images(9 * PAGE)[0].data)
+    assert len(driver.ranges) == 2
+    assert memory.num_bytes == sum(map(len, driver.ranges.values())) * PAGE
+
+
+def test_memory_that_anything_still_looks_at_is_not_used_again(driver, memory):
+    """A copy to the device, or to disk, may hold a part of what the tier has let go."""
+    image = memory.pin(images(9 * PAGE)[0])
+    expected = image.data.clone()
+    looks = [image.data[0, 0, 5:], image.data.view(torch.int32), memoryview(image.data.numpy())]
+    del image
+    while looks:
+        gc.collect()
+        other = memory.pin(AdapterImage(LAYOUT, torch.zeros(1, 1, 9 * PAGE, dtype=torch.uint8)))
+        assert len(driver.ranges) == 2
+        for look in looks:
+            seen = look if isinstance(look, memoryview) else look.numpy()
+            found = torch.frombuffer(bytearray(seen.tobytes()), dtype=torch.uint8)
+            assert torch.equal(found, expected.view(-1)[-len(found) :])
+        looks.pop(0)
+        del other, look, seen
+    gc.collect()
+    kept = [memory.pin(images(9 * PAGE)[0]) for _ in range(2)]
+    assert len(kept) == len(driver.ranges) == 2
+
+
+def test_blocks_without_images_are_let_go_where_the_budget_wants_room_for_others(driver):
+    memory = pinned.PinnedMemory(40 * PAGE)
+    small = [memory.pin(image) for image in images(*[4 * PAGE] * 8)]
+    del small[2:]
+    gc.collect()
+    assert len(driver.ranges) == 8
+    large = memory.pin(images(20 * PAGE)[0])
+    assert memory.num_bytes == (20 + 5 * 4) * PAGE, "as many stay as there is room for"
+    assert {image.data.data_ptr() for image in [*small, large]} < set(driver.ranges)
+    larger = memory.pin(images(30 * PAGE)[0])
+    assert {image.data.data_ptr() for image in [*small, large, larger]} == set(driver.ranges), "images are not let go"
+    assert sum(map(len, driver.ranges.values())) * PAGE == memory.num_bytes > 40 * PAGE
+
+
+def test_a_budget_of_images_of_one_size_is_turned_over_without_the_driver(driver):
+    memory = pinned.PinnedMemory(8 * 4 * PAGE)
+    kept = deque(memory.pin(image) for image in images(*[4 * PAGE] * 8))
+    calls = driver.calls
+    kept.append(memory.pin(images(4 * PAGE)[0]))  # as a tier does: the new one comes before an old one goes
+    for turn in range(50):
+        kept.popleft()
+        kept.append(memory.pin(AdapterImage(LAYOUT, torch.full((1, 1, 4 * PAGE), turn, dtype=torch.uint8))))
+    assert driver.calls == calls + 1
+    assert [int(image.data.unique()) for image in list(kept)[1:]] == list(range(42, 50))
+
+
+def test_blocks_go_with_the_memory_and_the_last_image(driver):
+    memory = pinned.PinnedMemory(2**30)
+    kept, gone = (memory.pin(image) for image in images(PAGE, PAGE))
+    del gone
+    gc.collect()
+    assert len(driver.ranges) == 2
+    del memory
+    gc.collect()
+    assert [*driver.ranges] == [kept.data.data_ptr()]
+    del kept
+    gc.collect()
+    assert not driver.ranges
+
+
+def test_images_that_come_and_go_on_many_threads_keep_what_they_hold(driver):
+    memory = pinned.PinnedMemory(60 * PAGE)
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        kept: list[tuple[int, AdapterImage]] = []
+        for i in range(200):
+            value, pages = (7 * seed + i) % 251, chance.choice([1, 2, 3])
+            data = torch.full((1, 1, pages * PAGE), value, dtype=torch.uint8)
+            kept.append((value, memory.pin(AdapterImage(LAYOUT, data))))
+            if len(kept) > 4:
+                value, image = kept.pop(chance.randrange(len(kept)))
+                assert bool((image.data == value).all())
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work, seed) for seed in range(8)]:
+            done.result()
+    gc.collect()
+    memory.pin(images(50 * PAGE)[0])
+    assert sum(map(len, driver.ranges.values())) * PAGE == memory.num_bytes <= 60 * PAGE
 
 
 def resident_bytes() -> int:
@@ -90,37 +209,29 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * PAGE
 
 
-def test_it_is_let_go_with_the_image(driver):
-    image = pinned.pin(images(PAGE)[0])
-    assert driver.ranges
-    del image
-    gc.collect()
-    assert not driver.ranges
-
-
-def test_an_image_that_the_driver_refuses_stays_as_it_is_and_leaves_no_error(driver, monkeypatch):
+def test_an_image_that_the_driver_refuses_stays_as_it_is_and_leaves_no_error(driver, memory, monkeypatch):
     forgotten = []
     monkeypatch.setattr(pinned, "_forget_error", lambda: forgotten.append(True))
     driver.refuses = True
     image = images(PAGE)[0]
-    assert pinned.pin(image) is image
+    assert memory.pin(image) is image
     assert forgotten == [True]
-    assert not driver.ranges
+    assert (driver.ranges, memory.num_bytes) == ({}, 0)
 
 
-def test_an_image_for_which_there_is_no_memory_elsewhere_stays_as_it_is(driver, monkeypatch):
-    def none_left(data):
+def test_an_image_for_which_there_is_no_memory_elsewhere_stays_as_it_is(driver, memory, monkeypatch):
+    def none_left(*_, **__):
         raise OSError(12, "no memory")
 
-    monkeypatch.setattr(pinned, "_moved", none_left)
+    monkeypatch.setattr(pinned.mmap, "mmap", none_left)
     image = images(PAGE)[0]
-    assert pinned.pin(image) is image
-    assert not driver.ranges
+    assert memory.pin(image) is image
+    assert (driver.ranges, memory.num_bytes) == ({}, 0)
 
 
-def test_an_empty_image_is_left_alone(driver):
+def test_an_empty_image_is_left_alone(driver, memory):
     image = AdapterImage(LAYOUT, torch.zeros(0, 2, 4))
-    assert pinned.pin(image) is image
+    assert memory.pin(image) is image
     assert not driver.ranges
 
 

@@ -12,7 +12,7 @@ from interleaf.adapters.copy import AdapterCopier
 from interleaf.adapters.disk_tier import DiskTier, open_folder
 from interleaf.adapters.host_tier import HostTier
 from interleaf.adapters.image import AdapterImage, require_tile
-from interleaf.adapters.pinned import pin
+from interleaf.adapters.pinned import PinnedMemory
 from interleaf.adapters.registry import Registry
 from interleaf.adapters.residency import Residency
 from interleaf.adapters.store import AdapterStore
@@ -154,7 +154,7 @@ def build_engine(
             fetcher,
             order=stream_order(config),
             disk=disk_tier(config, geometry, dtype),
-            prepare=pin if is_gpu else None,
+            prepare=PinnedMemory(config.adapter_host_memory_bytes).pin if is_gpu else None,
         )
     else:
         store = make_store(geometry, dtype)
@@ -225,7 +225,7 @@ def _probe_image(
 ) -> AdapterImage | None:
     """An image as the host tier would hold it; None: the pool is too small for any."""
     image = probe_image(shard, geometry, dtype, stream_order(config), num_pages)
-    return image if image is None or config.device == "cpu" else pin(image)
+    return image if image is None or config.device == "cpu" else PinnedMemory(0).pin(image)
 
 
 def image_thread(name: str, config: EngineConfig) -> ThreadPoolExecutor:

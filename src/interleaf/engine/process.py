@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from interleaf.adapters.pinned import pin
+from interleaf.adapters.pinned import PinnedMemory
 from interleaf.adapters.slabs import SlabStore
 from interleaf.config import EngineConfig
 from interleaf.core import (
@@ -149,7 +149,7 @@ class EngineServer:
             self._want,
             on_arrival=self._bell.ring,
             disk=disk_tier(config, geometry, dtype),
-            prepare=pin if is_gpu else None,
+            prepare=PinnedMemory(config.adapter_host_memory_bytes).pin if is_gpu else None,
             executor=image_thread("adapter-pin", config) if is_gpu else None,
         )
 
