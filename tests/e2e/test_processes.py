@@ -187,13 +187,20 @@ async def nothing_is_registered_but_the_shared(engine: RemoteEngine) -> None:
 
 @contextmanager
 def load(server: Server) -> Iterator[list[LineClient]]:
-    """Requests for all adapters, of which the first has begun and most have to wait."""
+    """Requests for all adapters, all of them with the engine; the first has begun and most have to wait."""
+    before = server.look()["generated"]
     with ExitStack() as stack:
         clients = [
             stack.enter_context(server.ask(do="generate", prompt=[5, i], max_tokens=LOAD_TOKENS, adapter=f"a{i % 3}"))
             for i in range(LOAD)
         ]
         assert clients[0].line()
+
+        def arrived() -> int:
+            seen = server.look()
+            return seen["sequences"] + seen["generated"] - before
+
+        eventually(lambda: arrived() == LOAD)
         yield clients
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,13 +32,14 @@ def run(
 async def _serve(connect: Any, sockets: Sequence[socket.socket], started: Callable[[], None]) -> None:
     engine: AsyncEngine = await connect()
     open_requests: set[asyncio.Task[Any]] = set()
+    ended: Counter[str] = Counter()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         open_requests.add(task)
         with suppress(ConnectionError):
-            async for line in _answer(engine, json.loads(await reader.readline())):
+            async for line in _answer(engine, json.loads(await reader.readline()), ended):
                 writer.write(json.dumps(line).encode() + b"\n")
                 await writer.drain()
                 if reader.at_eof():  # the client has gone
@@ -57,9 +59,10 @@ async def _serve(connect: Any, sockets: Sequence[socket.socket], started: Callab
     await engine.close()
 
 
-async def _answer(engine: AsyncEngine, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _answer(engine: AsyncEngine, asked: dict[str, Any], ended: Counter[str]) -> AsyncIterator[dict[str, Any]]:
+    """Args: ended: how many of each kind have been answered."""
     try:
-        match asked.pop("do"):
+        match what := asked.pop("do"):
             case "generate":
                 params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=asked["max_tokens"])
                 async for events in engine.generate(asked["prompt"], params, asked.get("adapter")):
@@ -80,9 +83,13 @@ async def _answer(engine: AsyncEngine, asked: dict[str, Any]) -> AsyncIterator[d
                     "adapters": engine.adapters(),
                     "kv_pages": stats.pool.kv_pages if stats else None,
                     "output_tokens": stats.output_tokens if stats else None,
+                    "sequences": stats.running_sequences + stats.waiting_sequences if stats else None,
+                    "generated": ended["generate"],
                 }
     except InterleafError as error:
         yield {"error": type(error).__name__, "message": str(error)}
+    finally:
+        ended[what] += 1
 
 
 class LineClient:
