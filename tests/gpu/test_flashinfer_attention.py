@@ -20,7 +20,7 @@ from tests.support.interpreted import DEVICE, IS_INTERPRETED, ON_GPU  # noqa: E4
 if not (IS_INTERPRETED or (ON_GPU and find_spec("flashinfer"))):
     pytest.skip("needs a CUDA device and FlashInfer, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from interleaf.attention import flashinfer  # noqa: E402
+from interleaf.attention import flashinfer, flashinfer_plans  # noqa: E402
 from interleaf.attention.flashinfer import FlashInferPaged  # noqa: E402
 from interleaf.errors import ConfigError  # noqa: E402
 from tests.support.device_sequences import LAYER, DeviceSequences, Heads  # noqa: E402
@@ -48,7 +48,7 @@ def fa2(monkeypatch):
         return None
     fake = FakeFa2(MULTIPROCESSORS)
     monkeypatch.setattr(flashinfer_jit, "attention", lambda *_: fake)
-    monkeypatch.setattr(flashinfer, "send", fake.send)
+    monkeypatch.setattr(flashinfer_plans, "send", fake.send)
     monkeypatch.setattr(flashinfer, "_multiprocessors", lambda _: MULTIPROCESSORS)
     return fake
 
