@@ -3,13 +3,15 @@
 Registering and letting go hold up every launch of the process meanwhile: 3.6 ms for the small pages of a slab of 20 MB,
 2.6 to 4.8 ms to let them go (H200, docs/benchmarks/h200/engine.md). So neither happens as adapters come and go:
 
-- images are moved to blocks, and a block whose image has gone takes the next one of its size;
+- images are moved to blocks, and a block whose image has gone takes the next one of its size. Only where many sizes
+  change places in a full host tier do some blocks have to go for others;
 - a block is a mapping of its own, for the driver registers whole pages and none of them twice, and of huge pages, which
   are there when it is registered: nothing that could be measured.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import weakref
 from collections import deque
@@ -25,23 +27,29 @@ from interleaf.adapters.image import AdapterImage
 
 _HUGE_PAGE = 2**21
 _GRAINS = 16
-"""Sizes of blocks between a power of two and the next: a block is larger than its image by a sixteenth at most."""
+"""Sizes of blocks between a power of two and the next: a block exceeds its image by a sixteenth, or a page, at most."""
+_SPARE = 8
+"""One in so many blocks' bytes may be without an image, so that sizes may change places."""
 
 
 class PinnedMemory:
     """Blocks of registered memory, for images. `pin` may be called from any thread.
 
     Args:
-        budget_bytes: of blocks. For a new one above it, blocks that hold no image are let go; those that do are not.
+        budget_bytes: of images. Of blocks there are an eighth more at most, or two of the largest, if it is little:
+            beyond that, those that hold no image are let go, the longest without one first.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
+        self._most_bytes = budget_bytes + budget_bytes // _SPARE
         self._lock = Lock()
-        self._free: dict[int, list[_Block]] = {}
+        # By size; in each, those longest without an image come first.
+        self._free: dict[int, deque[_Block]] = {}
         # Appended to by whichever thread an image goes on, at whatever moment: without a lock.
         self._returned: deque[_Block] = deque()
         self._num_bytes = 0
+        self._clock = itertools.count()
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +72,7 @@ class PinnedMemory:
         data = image.data
         if not data.nbytes or data.is_pinned():
             return image
-        size = block_size(data.nbytes)
-        block = self._take(size) or self._new_block(size)
+        block = self._block(block_size(data.nbytes))
         if block is None:
             return image
         target = block.window(data.nbytes)
@@ -75,39 +82,71 @@ class PinnedMemory:
         np.copyto(target, data.reshape(-1).view(torch.uint8).numpy())
         return replace(image, data=torch.from_numpy(target).view(data.dtype).view(data.shape))
 
-    def _take(self, size: int) -> _Block | None:
-        """A block without an image; None if there is none. Then there is room for one more, as far as may be."""
+    def _block(self, size: int) -> _Block | None:
+        """A block for an image; None: there is none to be had."""
         with self._lock:
             self._collect()
             if self._free.get(size):
                 return self._free[size].pop()
-            for blocks in self._free.values():
-                while blocks and self._num_bytes + size > self._budget_bytes:
-                    self._num_bytes -= blocks.pop().size
-        return None
+            self._most_bytes = max(self._most_bytes, self._budget_bytes + 2 * size)
+            leaving = self._leaving(self._most_bytes - size)
+        leaving.clear()  # not under the lock: it may take long
+        block = _new_block(size)
+        if block is None:
+            with self._lock:
+                self._collect()
+                leaving = self._leaving(0)
+            if leaving:  # the driver may have had enough
+                leaving.clear()
+                block = _new_block(size)
+        if block is not None:
+            with self._lock:
+                self._num_bytes += size
+        return block
 
     def _collect(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            self._free.setdefault(block.size, []).append(block)
+            block.free_since = next(self._clock)
+            self._free.setdefault(block.size, deque()).append(block)
 
-    def _new_block(self, size: int) -> _Block | None:
-        """None: it cannot be had, or the driver does not register it."""
-        try:
-            block = _Block(size)
-        except OSError:
-            return None
-        if not block.register():
-            return None
-        with self._lock:
-            self._num_bytes += size
-        return block
+    def _leaving(self, most_bytes: int) -> list[_Block]:
+        """Take out free blocks until all are so many bytes at most, or none is free. They are let go with the list."""
+        leaving: list[_Block] = []
+        while self._num_bytes > most_bytes and (classes := [blocks for blocks in self._free.values() if blocks]):
+            block = min(classes, key=lambda blocks: blocks[0].free_since).popleft()
+            self._num_bytes -= block.size
+            leaving.append(block)
+        return leaving
 
 
 def _give_back(memory: weakref.ref[PinnedMemory], block: _Block) -> None:
-    """An image has gone; if the memory has as well, so does the block."""
-    if (owner := memory()) is not None:
-        owner._returned.append(block)
+    """An image has gone; if the memory has as well, so does the block.
+
+    Called on whatever thread, and wherever garbage is collected: maybe where this thread holds the lock already. If it
+    is held, what is too much is let go another time.
+    """
+    owner = memory()
+    if owner is None:
+        return
+    owner._returned.append(block)
+    if owner._num_bytes > owner._most_bytes and owner._lock.acquire(blocking=False):
+        try:
+            owner._collect()
+            leaving = owner._leaving(owner._most_bytes)
+        finally:
+            owner._lock.release()
+        del block
+        leaving.clear()
+
+
+def _new_block(size: int) -> _Block | None:
+    """None: it cannot be had, or the driver does not register it."""
+    try:
+        block = _Block(size)
+    except OSError:
+        return None
+    return block if block.register() else None
 
 
 class _Block:
@@ -116,13 +155,15 @@ class _Block:
     def __init__(self, size: int) -> None:
         """Raises: OSError: there is no memory."""
         self.size = size
-        spare = _HUGE_PAGE if size >= _HUGE_PAGE else 0  # addresses only: nothing is kept where nothing is written
+        self.free_since = 0
+        whole = size // _HUGE_PAGE * _HUGE_PAGE
+        spare = _HUGE_PAGE if whole else 0  # addresses only: nothing is kept where nothing is written
         mapping = mmap.mmap(-1, size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if spare:
-            with suppress(OSError):  # a system without
-                mapping.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(mapping, dtype=np.uint8)
         first = -memory.ctypes.data % _HUGE_PAGE if spare else 0
+        if whole:  # and not what is left: a huge page for it would take memory that nobody counts
+            with suppress(OSError):  # a system without
+                mapping.madvise(mmap.MADV_HUGEPAGE, first, whole)
         self._memory = memory[first : first + size]
 
     def window(self, num_bytes: int) -> np.ndarray:

@@ -67,7 +67,9 @@ class DevicePenaltyBook:
         ids = np.asarray(token_ids, dtype=np.int64)
         in_prompt = np.bincount(ids[:prompt_tokens], minlength=self._vocab_size) > 0
         outputs = np.bincount(ids[prompt_tokens:], minlength=self._vocab_size).clip(max=_MOST_OUTPUTS)
-        self._seen[slot].copy_(self._uploads.new((2 * outputs + in_prompt).astype(np.int16)))
+        counts = (2 * outputs + in_prompt).astype(np.int16)
+        said = np.flatnonzero(counts)  # a few of all tokens
+        self._seen[slot].zero_().index_copy_(0, self._uploads.new(said), self._uploads.new(counts[said]))
         self._slots[seat] = slot
         self._params[seat] = params
 

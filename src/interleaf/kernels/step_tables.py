@@ -35,11 +35,11 @@ class Staging:
         self._turn ^= 1
         at = tasks_from(len(rows))
         ints = at + tasks.size
-        if len(self._blocks[self._turn]) < ints:
-            self._blocks[self._turn] = torch.empty(int(ints * _GROWTH), dtype=torch.int32, pin_memory=self._on_gpu)
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()  # of two steps ago: done, unless a caller runs further ahead
+        if len(self._blocks[self._turn]) < ints:  # the old one may go: nothing reads it any more
+            self._blocks[self._turn] = torch.empty(int(ints * _GROWTH), dtype=torch.int32, pin_memory=self._on_gpu)
         block = self._blocks[self._turn].numpy()
         block[: len(rows)] = rows
         block[at:ints] = tasks.ravel()

@@ -7,7 +7,9 @@ enqueued, a step of 10 ms took 24 (docs/adr/0020-uploads-by-kernels.md).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 _WORD = 4
 _WORDS_AT_ONCE = 1024
-_RING_BYTES = 2**18
+_BLOCK_BYTES = 2**17
 
 
 def send(host: Tensor, target: Tensor) -> None:
@@ -38,26 +40,44 @@ def send(host: Tensor, target: Tensor) -> None:
     pull[(-(-count // _WORDS_AT_ONCE),)](source, words, count, BLOCK=_WORDS_AT_ONCE, num_warps=4)
 
 
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
 class Uploads:
     """Sends arrays that may change at once, by way of pinned memory of its own. One thread uses it, and one stream.
 
-    The memory is a ring of two halves: whoever comes back to one waits until what was sent from it has been read, which
-    has happened long ago unless steps send more than both hold.
+    The memory is a ring of blocks. One is used again when what was sent from it has been read; where that has yet to
+    happen, the ring gets another block. So nothing waits, and there is as much memory as is on its way at most.
 
-    Args: num_bytes: of both halves.
+    Args:
+        block_bytes: of two blocks to begin with, and of each other.
+        new_event: None: what is sent has been read when the call returns.
 
     Attributes:
         device: where arrays go.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int = _RING_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, block_bytes: int = _BLOCK_BYTES, *, new_event: Callable[[], Event] | None = None
+    ) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"
-        self._size = num_bytes // 2 // _WORD * _WORD
-        self._halves = [torch.empty(self._size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(2)]
-        self._read: list[torch.cuda.Event | None] = [None, None]
+        on_gpu = device.type == "cuda"
+        self._new_event = new_event or (_cuda_event if on_gpu else None)
+        self._pin = on_gpu
+        self._size = block_bytes // _WORD * _WORD
+        self._blocks = [self._new_block() for _ in range(2)]
         self._turn = 0
         self._used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return self._size * len(self._blocks)
 
     def new(self, values: NDArray[Any]) -> Tensor:
         """Enqueue a copy to a new tensor of the same shape and type, which is returned."""
@@ -68,6 +88,8 @@ class Uploads:
 
     def send(self, values: NDArray[np.int32], target: Tensor) -> None:
         """Enqueue a copy to `target`, contiguous int32 of as many elements."""
+        assert values.dtype == np.int32, f"{values.dtype} values for a target of {target.dtype}"
+        assert target.dtype == torch.int32, f"{values.dtype} values for a target of {target.dtype}"
         assert values.size == target.numel(), f"{values.size} values for {target.numel()} places"
         self._send(values, target.view(-1))
 
@@ -80,18 +102,41 @@ class Uploads:
                 self._turn_over()
             count = min(len(data) - at, self._size - self._used)
             stop = at + -(-count // _WORD) * _WORD
-            host = self._halves[self._turn][self._used : self._used + stop - at]
+            host = self._blocks[self._turn].memory[self._used : self._used + stop - at]
             host.numpy()[:count] = data[at : at + count]
             send(host.view(torch.int32), target[at // _WORD : stop // _WORD])
             self._used += stop - at
             at = stop
 
     def _turn_over(self) -> None:
-        """Go on in the other half."""
-        if self._on_gpu:
-            read = self._read[self._turn] = self._read[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-            read.record()
-        self._turn ^= 1
+        """Go on in the next block."""
+        full = self._blocks[self._turn]
+        if full.read is not None:
+            full.read.record()
+            full.was_sent = True
+        self._turn = (self._turn + 1) % len(self._blocks)
+        after = self._blocks[self._turn]
+        if after.was_sent and after.read is not None and not after.read.query():
+            self._blocks.insert(self._turn, self._new_block())
         self._used = 0
-        if (before := self._read[self._turn]) is not None:
-            before.synchronize()
+
+    def _new_block(self) -> _Block:
+        memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pin)
+        return _Block(memory, None if self._new_event is None else self._new_event())
+
+
+@dataclass(slots=True)
+class _Block:
+    """A part of the ring.
+
+    Attributes:
+        read: passes when all that was sent from it has been read, once `was_sent`.
+    """
+
+    memory: Tensor
+    read: Event | None
+    was_sent: bool = False
+
+
+def _cuda_event() -> Event:
+    return cast(Event, torch.cuda.Event())  # type: ignore[no-untyped-call]
