@@ -6,7 +6,7 @@ Registering and letting go hold up every launch of the process meanwhile: 3.6 ms
 - images are moved to blocks, and a block whose image has gone takes the next one of its size. Only where many sizes
   change places in a full host tier do some blocks have to go for others;
 - a block is a mapping of its own, for the driver registers whole pages and none of them twice, and of huge pages, which
-  are there when it is registered: nothing that could be measured.
+  are there when it is registered: 0.6 ms at the median for 10 MB, which steps do not show.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ def _give_back(memory: weakref.ref[PinnedMemory], block: _Block) -> None:
             leaving = owner._leaving(owner._most_bytes)
         finally:
             owner._lock.release()
-        del block
         leaving.clear()
 
 

@@ -26,7 +26,7 @@ from interleaf.engine.logprobs import pack_logprobs, unpack_logprobs
 from interleaf.engine.sampling_math import stream_key
 from interleaf.engine.torch_choice import TorchChooser
 from interleaf.kernels.token_choice import STATE_FIELDS, Choice, TokenChooser
-from interleaf.kernels.uploads import Uploads, send
+from interleaf.kernels.uploads import Uploads
 
 _EDITED_ROWS = 64
 """Rows edited at a time: 64 x 128256 float32 are 33 MB."""
@@ -132,8 +132,7 @@ class DeviceSampler:
     def __init__(
         self, num_seats: int, vocab_size: int, device: torch.device, max_rows: int, *, kernels: bool | None = None
     ) -> None:
-        on_gpu = device.type == "cuda"
-        kernels = on_gpu if kernels is None else kernels
+        kernels = device.type == "cuda" if kernels is None else kernels
         self._num_seats = num_seats
         self._vocab_size = vocab_size
         self._device = device
@@ -153,11 +152,6 @@ class DeviceSampler:
         self._state = torch.zeros(num_seats + 1, STATE_FIELDS, dtype=torch.int64, device=device)
         self._rows = np.zeros((num_seats, STATE_FIELDS), dtype=np.int64)
         self._changed: dict[int, None] = {}
-        size = (num_seats, 1 + STATE_FIELDS)
-        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
-        self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._arrived = torch.zeros(size, dtype=torch.int64, device=device)
-        self._turn = 0
         self._version = 0
         self._outside: _Outside | None = None
 
@@ -213,19 +207,9 @@ class DeviceSampler:
         """Enqueue what `start` has changed since the last call; before the step that samples those seats."""
         if not self._changed:
             return
-        seats = list(self._changed)
+        seats = np.array(list(self._changed), dtype=np.int64)
         self._changed.clear()
-        self._turn ^= 1
-        sent = self._sent[self._turn]
-        if sent is not None and not sent.query():  # type: ignore[no-untyped-call]
-            sent.synchronize()  # the copy of two flushes ago
-        host = self._host[self._turn][: len(seats)]
-        host.numpy()[:, 0] = seats
-        host.numpy()[:, 1:] = self._rows[seats]
-        arrived = self._arrived[: len(seats)]
-        send(host, arrived)
-        if sent is not None:
-            sent.record()
+        arrived = self._uploads.new(np.concatenate([seats[:, None], self._rows[seats]], axis=1))
         self._state.index_copy_(0, arrived[:, 0], arrived[:, 1:])
 
     def choose(self, logits: torch.Tensor, seats: torch.Tensor, kind: SamplingKind) -> torch.Tensor:

@@ -88,8 +88,8 @@ class Uploads:
 
     def send(self, values: NDArray[np.int32], target: Tensor) -> None:
         """Enqueue a copy to `target`, contiguous int32 of as many elements."""
-        assert values.dtype == np.int32, f"{values.dtype} values for a target of {target.dtype}"
-        assert target.dtype == torch.int32, f"{values.dtype} values for a target of {target.dtype}"
+        fits = values.dtype == np.int32 and target.dtype == torch.int32
+        assert fits, f"{values.dtype} values for a target of {target.dtype}"
         assert values.size == target.numel(), f"{values.size} values for {target.numel()} places"
         self._send(values, target.view(-1))
 
@@ -113,10 +113,9 @@ class Uploads:
         full = self._blocks[self._turn]
         if full.read is not None:
             full.read.record()
-            full.was_sent = True
         self._turn = (self._turn + 1) % len(self._blocks)
         after = self._blocks[self._turn]
-        if after.was_sent and after.read is not None and not after.read.query():
+        if after.read is not None and not after.read.query():
             self._blocks.insert(self._turn, self._new_block())
         self._used = 0
 
@@ -125,17 +124,16 @@ class Uploads:
         return _Block(memory, None if self._new_event is None else self._new_event())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Block:
     """A part of the ring.
 
     Attributes:
-        read: passes when all that was sent from it has been read, once `was_sent`.
+        read: passes when all that was sent from it has been read; one that was never recorded has passed.
     """
 
     memory: Tensor
     read: Event | None
-    was_sent: bool = False
 
 
 def _cuda_event() -> Event:
