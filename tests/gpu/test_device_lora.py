@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interleaf.core import LoraGroup, Module
-from interleaf.kernels import lora_add
+from interleaf.kernels import launcher, lora_add
 from interleaf.kernels.cuda import PagedLaunch
 from interleaf.kernels.launch_shapes import CUT_RANKS
 
@@ -215,6 +215,50 @@ def test_warming_runs_every_launch_of_whatever_adapters_come_and_changes_nothing
             for rows in ([adapters[0]] * count, [adapters[t % 2] for t in range(count)]):
                 for groups in book.plan(segments(rows), graph=graph).work.layers:
                     assert {run.shape for runs in groups.values() for run in runs.runs} <= warmed
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter has no compiled forms")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("count", [3, 40])
+def test_launches_of_compiled_forms_give_the_bits_that_triton_s_own_give(monkeypatch, graph, count):
+    """Rows of every alignment, in turn, through the same launches: each takes the form compiled for its like."""
+    pool = large_pages(torch.bfloat16)
+    adapters = [pool.all_ranks(r) for r in (8, 64, 5)]
+    book = pool.book()
+    for adapter in adapters:
+        book.add(id(adapter), adapter.layout, adapter.pages)
+    rows = segments([adapters[t * len(adapters) // count] for t in range(count)])
+
+    def moved(tensor, by, room):
+        """The same values, begun `by` elements later, rows `room` elements further apart."""
+        store = torch.empty(by + tensor.shape[0] * (tensor.shape[1] + room), dtype=tensor.dtype, device=tensor.device)
+        found = store[by:].view(tensor.shape[0], -1)[:, : tensor.shape[1]]
+        return found.copy_(tensor)
+
+    wanted = []
+    for layer in range(pool.layers):
+        for group in LoraGroup:
+            x, y, _ = pool.inputs(group, count)
+            for by in (0, 1, 8):
+                for room in (0, 3, 16):
+                    wanted.append((layer, group, (x, by), (y, by, room)))
+
+    def results():
+        book._latest.clear()
+        step = book.plan(rows, graph=graph)
+        step.upload()
+        for layer, group, (x, by), (y, *place) in wanted:
+            out = moved(y, *place)
+            lora_add(moved(x, by, 0), out, pool.data, step.work, group, layer)
+            yield out
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launcher, "_is_known", lambda: False)
+        expected = list(results())
+    assert launcher._is_known()
+    for _ in range(2):
+        assert all(map(torch.equal, results(), expected))
+    assert not any(map(torch.equal, expected, (y for *_, (y, _, _) in wanted)))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")

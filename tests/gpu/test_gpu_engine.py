@@ -81,7 +81,10 @@ def with_kernels(parts):
         parts,
         attention=lambda pool: TritonPaged(pool, heads, window=None, max_seqs=seats, max_rows=16),
         lora=lambda pool: DeviceLora(
-            num_layers=geometry.num_layers, lane_elems=geometry.lane_elems, max_rows=seats, device="cpu"
+            num_layers=geometry.num_layers,
+            lane_elems=geometry.lane_elems,
+            max_rows=seats,
+            device="cpu",
         ),
     )
 
@@ -140,6 +143,21 @@ def test_small_mixed_steps_run_in_pieces_and_change_no_token(folder):
     found, _ = answers(parts, wanted)
     assert_same(found, expected)
     assert parts.runner.stats().num_piecewise_steps >= 3
+
+
+def test_steps_of_more_rows_than_seats_run_in_pieces_too(folder):
+    """Prompts longer than there are seats, a few at a time; the longest are still launched kernel by kernel."""
+    wanted = [
+        ([3 + i] * (3 + 3 * i), SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True), adapter)
+        for i, adapter in enumerate([None, "a1", "a4", None, "a9", "a1", "a9", "a4"])
+    ]
+    settings = {"max_num_seqs": 3, "max_batch_tokens": 24}
+    expected, _ = answers(build_engine(folder, config(**settings)), wanted)
+    parts = on_host_device(build_engine(folder, config(**settings)), max_mixed_graph_rows=16)
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    stats = parts.runner.stats()
+    assert 3 <= stats.num_piecewise_steps < stats.num_mixed_steps
 
 
 @pytest.mark.parametrize("swap_memory", [0, "1MiB"])

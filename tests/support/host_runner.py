@@ -113,6 +113,7 @@ def on_host_device(
     parts: EngineParts,
     *,
     max_graphs: int = 64,
+    max_mixed_graph_rows: int | None = None,
     device: HostDevice | None = None,
     attention: Callable[[PagePool], DeviceAttention] | None = None,
     lora: Callable[[PagePool], Any] | None = None,
@@ -138,6 +139,7 @@ def on_host_device(
         max_rows=config.max_batch_tokens,
         max_pages=parts.geometry.pages_for_tokens(parts.max_model_len) + 1,
         max_graphs=max_graphs,
+        max_mixed_graph_rows=max_mixed_graph_rows,
         swap=HostPages(pool, device.pinned(parts.scheduler.swap.num_slots * parts.geometry.page_bytes).fill_(255)),
         copy_page_s=copy_page_s,
     )

@@ -1,4 +1,4 @@
-"""The paged LoRA kernels as the runs that the LoRA op executes. Knows launches; imports Triton when one is executed.
+"""The paged LoRA kernels as the runs that the LoRA op executes. Knows launches; imports Triton when one is made.
 
 Every launch may begin before the kernel before it has ended (programmatic dependent launch): it reads weights and
 records at once, which no kernel of a forward pass writes (resolve.py says why records are there), and waits before it
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from interleaf.core import LoraGroup
 from interleaf.kernels.launch_shapes import LaunchShape
+from interleaf.kernels.launcher import ALIGNMENT, Launcher
 from interleaf.kernels.records import PoolTiles
 from interleaf.kernels.work import GroupRuns
 
@@ -54,13 +54,20 @@ class DeviceTables:
 class PagedLaunch:
     """One launch of one kernel over `number` records from `first` on, good for every layer of a class."""
 
-    __slots__ = ("_constants", "_options", "_records", "_tables", "shape")
+    __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_options", "_records", "_tables", "_tile", "shape")
 
     def __init__(self, shape: LaunchShape, pool: PoolTiles, tables: DeviceTables, first: int, number: int) -> None:
+        from interleaf.kernels import mbgmm, mbgmv
+
         form, on_gpu = shape.form, tables.v.is_cuda
+        module = mbgmv if form.vector else mbgmm
         self.shape = shape
+        self._kernel = module.expand if shape.expand else module.shrink
+        self._launcher = Launcher(self._kernel)
         self._records = tables.records[first : first + number]
+        self._grid = (number, 1, 1)
         self._tables = tables
+        self._tile = pool.tile
         self._constants: dict[str, int | bool] = {
             "WIDTH": form.columns if shape.expand else form.step,
             "TILE": pool.tile,
@@ -84,24 +91,22 @@ class PagedLaunch:
         """Do it for the layer whose lane in page 0 starts at element `first`."""
         if y.stride(1) != 1:
             raise ValueError(f"y must have its columns side by side, got strides {y.stride()}")
-        kernel, arguments = self._kernel(x, y, pool, first)
-        kernel[(len(self._records),)](*arguments, **self._constants, **self._options)
+        row = y if self.shape.expand else x
+        # All else that a compiled form depends on is the same in every call.
+        kind = (row.dtype, row.data_ptr() % ALIGNMENT, row.stride(0) % ALIGNMENT, pool.data_ptr() % ALIGNMENT)
+        self._launcher.launch(kind, self._grid, self._arguments(row, pool, first), self._constants, self._options)
 
     def compile(self, x: Tensor, y: Tensor, pool: Tensor) -> None:
         """Have what `add` launches compiled, or read from Triton's cache; launch nothing."""
-        kernel, arguments = self._kernel(x, y, pool, 0)
-        kernel.warmup(*arguments, grid=(len(self._records),), **self._constants, **self._options)
+        arguments = self._arguments(y if self.shape.expand else x, pool, 0)
+        self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
 
-    def _kernel(self, x: Tensor, y: Tensor, pool: Tensor, first: int) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel and its arguments, but for constants."""
-        from interleaf.kernels import mbgmm, mbgmv
-
-        module = mbgmv if self.shape.form.vector else mbgmm
-        tables, layer_tiles = self._tables, first // self._constants["TILE"]
-        where = (pool, tables.pages, tables.rows)
+    def _arguments(self, row: Tensor, pool: Tensor, first: int) -> tuple[object, ...]:
+        """What the kernel takes, but for constants.   Args: row: x of a shrink, y of an expand."""
+        tables, layer_tiles = self._tables, first // self._tile
         if self.shape.expand:
-            return module.expand, (self._records, tables.v, *where, y, y.stride(0), layer_tiles)
-        return module.shrink, (self._records, x, x.stride(0), *where, tables.v, layer_tiles)
+            return self._records, tables.v, pool, tables.pages, tables.rows, row, row.stride(0), layer_tiles
+        return self._records, row, row.stride(0), pool, tables.pages, tables.rows, tables.v, layer_tiles
 
 
 @dataclass(frozen=True, slots=True)

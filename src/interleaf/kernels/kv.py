@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor
 
+from interleaf.kernels.launcher import ALIGNMENT, Launcher
 from interleaf.kernels.rotary import RopeAngles
 
 _BLOCK_ELEMS = 1024
@@ -25,37 +28,36 @@ def rotate_and_append(qkv: Tensor, angles: RopeAngles, slots: Tensor, pool: Tens
     Returns: q, rotated: [T, heads, head_dim], contiguous.
     Raises: ValueError: a shape, dtype or device does not fit; nothing was written.
     """
-    import triton
-
-    from interleaf.kernels.kv_append import rotate_append
-
     _check(qkv, angles, slots, pool, layer)
     tokens, all_heads, head_dim = qkv.shape
     page_tokens, kv_heads = pool.shape[3:5]
     heads = all_heads - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, head_dim)
-    half = triton.next_power_of_2(head_dim // 2)
-    block_heads = min(triton.next_power_of_2(all_heads), max(1, _BLOCK_ELEMS // half))
-    rotate_append[(tokens, triton.cdiv(all_heads, block_heads))](
-        qkv,
-        angles.cos,
-        angles.sin,
-        slots,
-        pool,
-        layer,
-        q,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE_TOKENS=page_tokens,
-        PAGE_ELEMS=pool.stride(0),
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=half,
-        PDL=qkv.is_cuda,
-        num_warps=4,
-        **({"launch_pdl": True} if qkv.is_cuda else {}),
-    )
+    half = 1 << (head_dim // 2 - 1).bit_length()
+    block_heads = min(1 << (all_heads - 1).bit_length(), max(1, _BLOCK_ELEMS // half))
+    constants = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE_TOKENS": page_tokens,
+        "PAGE_ELEMS": pool.stride(0),
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_HALF": half,
+        "PDL": qkv.is_cuda,
+    }
+    options = {"num_warps": 4, **({"launch_pdl": True} if qkv.is_cuda else {})}
+    addressed = (qkv, angles.cos, angles.sin, slots, pool, q)
+    kind = (qkv.dtype, *constants.values(), *(x.data_ptr() % ALIGNMENT for x in addressed))
+    grid = (tokens, -(-all_heads // block_heads), 1)
+    _launcher().launch(kind, grid, (*addressed[:5], layer, q), constants, options)
     return q
+
+
+@cache
+def _launcher() -> Launcher:
+    from interleaf.kernels.kv_append import rotate_append
+
+    return Launcher(rotate_append)
 
 
 def _check(qkv: Tensor, angles: RopeAngles, slots: Tensor, pool: Tensor, layer: int) -> None:

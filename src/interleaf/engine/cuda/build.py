@@ -25,6 +25,8 @@ from interleaf.parallel.shard import Shard
 
 _LIBRARIES_BYTES = 3 * 2**29
 """Work space of cuBLAS and of attention, kernels' code, captured graphs: 1.5 GiB."""
+_MIXED_GRAPH_ROWS = 1024
+"""Of a step with prompts that replays graphs, unless seats are more: above, the GPU takes longer than the host."""
 
 
 def require_gpu(name: str) -> torch.device:
@@ -95,6 +97,7 @@ def build_runner(
     geometry, spec = pool.geometry, model.spec
     _require_countable(pool, model.shard)
     device = CudaDevice(pool.data.device)
+    graph_rows = max(config.max_num_seqs, min(_MIXED_GRAPH_ROWS, config.max_batch_tokens))
     swap = None
     if num_swap_slots:
         swap = HostPages(pool, registered("swap_memory", num_swap_slots * geometry.page_bytes))
@@ -107,7 +110,7 @@ def build_runner(
         lora=DeviceLora(
             num_layers=geometry.num_layers,
             lane_elems=geometry.lane_elems,
-            max_rows=config.max_num_seqs,
+            max_rows=graph_rows,
             device=device.torch_device,
         ),
         copier=StreamCopier(pool, image, device),
@@ -115,6 +118,7 @@ def build_runner(
         max_rows=config.max_batch_tokens,
         max_pages=geometry.pages_for_tokens(max_model_len) + 1,
         max_graphs=config.max_graphs,
+        max_mixed_graph_rows=graph_rows,
         swap=swap,
         copy_page_s=copy_page_s,
     )

@@ -61,6 +61,7 @@ class StepForward:
         stats: RunnerStats,
         num_seats: int,
         max_graphs: int,
+        max_mixed_graph_rows: int,
     ) -> None:
         self._device = device
         self._model = model
@@ -76,14 +77,19 @@ class StepForward:
         self._mixed_graphs: GraphCache[Pieces] | None = None
         if max_graphs:
             self._graphs = GraphCache(num_seats, max_graphs)
-            self._mixed_graphs = GraphCache(num_seats, -(-max_graphs // 4))
-            self._pieces = PiecewiseForward(device, model, pool.data, num_seats)
+            self._mixed_graphs = GraphCache(num_seats, -(-max_graphs // 2))
+            self._pieces = PiecewiseForward(device, model, pool.data, max_mixed_graph_rows)
         self._outside: torch.Tensor | None = None  # logits for `sample_outside`, made when a decode step first needs it
 
     @property
     def capacities(self) -> tuple[int, ...]:
         """Rows of the decode steps that can be captured, ascending; none if graphs are off."""
         return () if self._graphs is None else self._graphs.capacities
+
+    @property
+    def mixed_graph_rows(self) -> int:
+        """Rows of the steps with prompts that can run in pieces, at most; 0 if graphs are off."""
+        return 0 if self._mixed_graphs is None else self._pieces.max_rows
 
     def count_captures(self) -> None:
         """Bring the totals of captures up to date."""
@@ -179,7 +185,7 @@ class StepForward:
 
     def _mixed(self, plan: StepPlan) -> Sampled:
         rows = self._inputs.rows(plan, self._staging)
-        in_pieces = self._mixed_graphs is not None and plan.num_tokens <= self._pieces.max_rows
+        in_pieces = plan.num_tokens <= self.mixed_graph_rows
         lora = self._lora.plan(rows.segments, graph=in_pieces)
         kind = self._sampler.kind(plan.sampled_seats)
         self._sampler.flush()

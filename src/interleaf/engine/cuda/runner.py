@@ -40,6 +40,7 @@ class CudaRunner:
         max_rows: rows of a step at most.
         max_pages: pages of the longest sequence.
         max_graphs: captured graphs kept at most; 0 = every step is launched kernel by kernel.
+        max_mixed_graph_rows: of a step with prompts that replays graphs; `lora` must take as many. None: `num_seats`.
         swap: where plans swap pages to; None: they swap none.
         copy_page_s: seconds that the copy of an adapter's page takes, as far as is known.
     """
@@ -58,6 +59,7 @@ class CudaRunner:
         max_rows: int,
         max_pages: int,
         max_graphs: int,
+        max_mixed_graph_rows: int | None = None,
         swap: HostPages | None = None,
         copy_page_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
@@ -89,6 +91,7 @@ class CudaRunner:
             stats=self._stats,
             num_seats=num_seats,
             max_graphs=max_graphs,
+            max_mixed_graph_rows=max_mixed_graph_rows or num_seats,
         )
         self._failure: BaseException | None = None
         device.synchronize()  # what was made up to here was filled on whatever stream was current
@@ -136,6 +139,11 @@ class CudaRunner:
     def capacities(self) -> tuple[int, ...]:
         """Rows of the decode steps that can be captured, ascending; none if graphs are off."""
         return self._forward.capacities
+
+    @property
+    def mixed_graph_rows(self) -> int:
+        """Rows of steps with prompts that can be captured, at most; 0 if graphs are off."""
+        return self._forward.mixed_graph_rows
 
     def know_adapters(self, adapters: Mapping[AdapterUid, tuple[PooledLayout, Sequence[int]]]) -> None:
         """Take it that these adapters lie in these pages, without copying anything."""

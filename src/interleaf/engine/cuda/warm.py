@@ -20,6 +20,10 @@ _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=4)
 _RANKS = (16, 64)
 """Of adapters with which steps are made up."""
 _ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
+_COMMON_RANK = 16
+"""Of the adapters for which steps of all sizes are captured: what most are trained with."""
+_DECODING = 32
+"""Rows that decode beside prompts with adapters."""
 _PROMPT_TOKENS = 256
 _MIXED_ROWS = 64
 _SHORTEST_MODEL_LEN = 4
@@ -70,10 +74,9 @@ class WarmUp:
         for capacity in reversed(capacities):
             for params in (_GREEDY, _FILTERED):
                 yield lambda n=capacity, p=params: self._decode(n, [], p)  # type: ignore[misc]
-        for rows in range(
-            _MIXED_ROWS, 1 + min(self._num_seats, self._max_model_len - 1) * bool(capacities), _MIXED_ROWS
-        ):
-            yield lambda n=rows: self._mixed(n)  # type: ignore[misc]
+        mixed = range(_MIXED_ROWS, self._runner.mixed_graph_rows + 1, _MIXED_ROWS)
+        for rows in mixed:
+            yield lambda n=rows: self._mixed(n, [], 0)  # type: ignore[misc]
         yield self._lora_kernels
         for rank in _RANKS:
             uids = self._adapters(rank, self._num_seats)
@@ -81,6 +84,11 @@ class WarmUp:
                 yield lambda u=uids: self._prefill(u)  # type: ignore[misc]
                 for each in _ROWS_PER_ADAPTER:
                     yield lambda u=uids, e=each: self._decode(self._num_seats, u, _GREEDY, e)  # type: ignore[misc]
+                if rank == _COMMON_RANK:
+                    for capacity in reversed(capacities):
+                        yield lambda n=capacity, u=uids: self._decode(n, u, _GREEDY)  # type: ignore[misc]
+                    for rows in mixed:
+                        yield lambda n=rows, u=uids: self._mixed(n, u, _DECODING)  # type: ignore[misc]
                 yield lambda u=uids: self._runner.forget_adapters(u)  # type: ignore[misc]
 
     def _lora_kernels(self) -> None:
@@ -105,10 +113,20 @@ class WarmUp:
         count = max(1, min(self._num_seats, self._max_rows // length))
         self._start(count, length, [uids[i // 2] if uids else None for i in range(count)], _GREEDY)
 
-    def _mixed(self, rows: int) -> None:
-        """Twice a step of so many prompt rows: once launched kernel by kernel, once captured and run in pieces."""
+    def _mixed(self, rows: int, uids: Sequence[AdapterUid], decoding: int) -> None:
+        """Twice a step of so many rows, prompts and those that decode: once launched kernel by kernel, once in pieces.
+
+        Every sequence has an adapter of its own, if there are adapters.
+        """
+        tokens = rows - decoding
+        count = -(-tokens // (self._max_model_len - 1))
+        if decoding + count > self._num_seats:
+            return
+        adapters: Sequence[AdapterUid | None] = uids or [None] * self._num_seats
         for _ in range(2):
-            self._start(1, rows, [None], _GREEDY)
+            if decoding:
+                self._start(decoding, 1, adapters, _GREEDY)
+            self._start(count, tokens // count, adapters, _GREEDY, beside=decoding)
 
     def _decode(self, count: int, uids: Sequence[AdapterUid], params: SamplingParams, each: int = 1) -> None:
         """Twice the same decode step: once launched kernel by kernel, once captured and replayed."""
@@ -116,14 +134,26 @@ class WarmUp:
         for _ in range(2):
             self._launch(StepPlan(self._num_steps, decode=tuple(range(count))))
 
-    def _start(self, count: int, length: int, adapters: Sequence[AdapterUid | None], params: SamplingParams) -> None:
+    def _start(
+        self,
+        count: int,
+        length: int,
+        adapters: Sequence[AdapterUid | None],
+        params: SamplingParams,
+        beside: int = 0,
+    ) -> None:
+        """A step with so many prompts.   Args: beside: those on the first seats stay, and decode in it."""
         pages = (0,) * self._geometry.pages_for_tokens(length + 2)
+        seats = range(beside, beside + count)
         starts = tuple(
-            SeatStart(seat, adapters[seat], (0,) * length, length, params, seat, pages, ()) for seat in range(count)
+            SeatStart(seat, adapters[seat], (0,) * length, length, params, seat, pages, ()) for seat in seats
         )
-        chunks = tuple(Chunk(seat, 0, length, samples=True) for seat in range(count))
-        self._launch(StepPlan(self._num_steps, vacate=self._seated, start=starts, chunks=chunks))
-        self._seated = tuple(range(count))
+        chunks = tuple(Chunk(seat, 0, length, samples=True) for seat in seats)
+        decode = self._seated[:beside]
+        self._launch(
+            StepPlan(self._num_steps, vacate=self._seated[beside:], start=starts, decode=decode, chunks=chunks)
+        )
+        self._seated = (*decode, *seats)
 
     def _launch(self, plan: StepPlan) -> None:
         self._num_steps += 1
