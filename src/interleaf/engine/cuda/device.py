@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -78,7 +78,9 @@ class CudaDevice:
         self._compute = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._capture = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graph_memory = torch.cuda.graph_pool_handle()
+        self._graph_memory: Any = None  # made with the first graph
+        self._anchor: torch.cuda.CUDAGraph | None = None  # a graph that stays, and its result
+        self._anchored: torch.Tensor | None = None
         self._left_bytes = _LEFT_BYTES
 
     def computing(self) -> AbstractContextManager[object]:
@@ -96,6 +98,14 @@ class CudaDevice:
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         if torch.cuda.mem_get_info(self.torch_device)[0] < self._left_bytes:
             raise torch.OutOfMemoryError(f"under {self._left_bytes} bytes are free")
+        if self._anchor is None:
+            # torch takes no new graph into the memory of graphs that have all gone; nor does it if the first one failed.
+            self._graph_memory = torch.cuda.graph_pool_handle()
+            self._anchor, self._anchored = self._captured(lambda: torch.zeros(1, device=self.torch_device))
+        graph, result = self._captured(run)
+        return cast(Graph, graph), result
+
+    def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         # torch.cuda.graph would wait for the device and empty its caches first, which costs a running server steps.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capture):
@@ -108,10 +118,10 @@ class CudaDevice:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return cast(Graph, graph), result
+        return graph, result
 
     def reclaim(self) -> None:
-        self._graph_memory = torch.cuda.graph_pool_handle()  # the old one goes with the last graph that refers to it
+        self._anchor = self._anchored = None  # their memory goes with the last graph that refers to it
         self._left_bytes *= 2
         torch.cuda.empty_cache()
 
