@@ -99,7 +99,7 @@ class CudaDevice:
         if torch.cuda.mem_get_info(self.torch_device)[0] < self._left_bytes:
             raise torch.OutOfMemoryError(f"under {self._left_bytes} bytes are free")
         if self._anchor is None:
-            # torch takes no new graph into the memory of graphs that have all gone; nor does it if the first one failed.
+            # torch takes no graph into memory of graphs that have all gone, nor into that of one whose capture failed.
             self._graph_memory = torch.cuda.graph_pool_handle()
             self._anchor, self._anchored = self._captured(lambda: torch.zeros(1, device=self.torch_device))
         graph, result = self._captured(run)
