@@ -222,6 +222,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--profile", type=int, metavar="N", help="where N decode steps and a mixed one spend time")
     parser.add_argument("--profile-rows", type=int, default=256, help="sequences that decode meanwhile")
     parser.add_argument("--profile-adapters", default="1,64,256", help="distinct adapters among them; 0: none")
+    parser.add_argument(
+        "--profile-prompts", type=parse_prompts, default="8x512", metavar="NxTOKENS", help="of the mixed step"
+    )
     parser.add_argument("--profile-context", type=int, default=400, help="tokens of each sequence's prompt")
     parser.add_argument("--record-steps", type=Path, metavar="DIR", help="write every run's steps there, for sim fit")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, after every run")
@@ -237,6 +240,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if not (args.record or any(measures)):
         parser.error("nothing to do: give --trace, --row, --plan, --profile, --cold-start, --loading or --record")
     return args
+
+
+def parse_prompts(text: str) -> tuple[int, int]:
+    """How many prompts of how many tokens, as in 8x512."""
+    count, _, tokens = text.partition("x")
+    if not (count.isdigit() and tokens.isdigit() and int(count) and int(tokens)):
+        raise argparse.ArgumentTypeError(f"must be a number of prompts, x, a number of tokens, got {text!r}")
+    return int(count), int(tokens)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -285,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 session.notes["loading"] = loading(engine, args.adapters, args.loading, session.say)
             if args.profile:
                 counts = [int(count) for count in args.profile_adapters.split(",")]
-                shape = args.profile_rows, args.profile_context, args.profile
+                shape = args.profile_rows, args.profile_context, args.profile_prompts, args.profile
                 session.notes["profile"] = [
                     profile(engine, args.adapters, count, *shape, session.say) for count in counts
                 ]

@@ -72,6 +72,10 @@ class RecordingRunner:
         log.peak_kv_pages = max(log.peak_kv_pages, self._allocator.num_used_pages(OwnerKind.KV))
         return _RecordedStep(handle, log)
 
+    def spare_s(self) -> float:
+        """Seconds for which the device has enough to do."""
+        return self._runner.spare_s()
+
     def wait_for_load(self) -> bool:
         """Wait for the oldest copy under way: there is nothing to compute until it ends."""
         begin = time.perf_counter()

@@ -41,7 +41,8 @@ _GROUPS = (  # the first that matches
 _FIRST_OF_LAYER = "rotary + append"
 _STEP = "bench step "
 _SETTLE_TURNS = 6
-_MIXED_PROMPTS, _MIXED_TOKENS = 8, 512
+_MIXED_TIMES = 3
+"""A mixed step is met so often: the last one replays what the first ones had captured, if steps like it do."""
 _PATIENCE_TURNS = 400
 _LISTED = 12
 
@@ -182,11 +183,13 @@ def profile(
     count: int,
     rows: int,
     context_tokens: int,
+    mixed: tuple[int, int],
     num_steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile decode steps of `rows` sequences over `count` adapters (0: the base model), and the next mixed step.
+    """Profile decode steps of `rows` sequences over `count` adapters (0: the base model), and a mixed step.
 
+    Args: mixed: prompts that come while the sequences decode, and tokens of each.
     Returns: a summary of each kind of step; of none where there is no GPU.
     Raises: ConfigError: the set of adapters is empty, or too few sequences may run at a time.
     """
@@ -200,8 +203,8 @@ def profile(
         names = engine.register(engine.lay_out(adapters, range(count)))
     client, vocab = engine.client, engine.parts.spec.vocab_size
     output = engine.parts.max_model_len - context_tokens
-    mixed_tokens = min(_MIXED_TOKENS, engine.parts.max_model_len // 2)
-    prompts = random_prompts([context_tokens] * rows + [mixed_tokens] * _MIXED_PROMPTS, vocab, seed=2)
+    num_prompts, mixed_tokens = mixed[0], min(mixed[1], engine.parts.max_model_len // 2)
+    prompts = random_prompts([context_tokens] * rows + [mixed_tokens] * num_prompts * _MIXED_TIMES, vocab, seed=2)
 
     def submit(prompt: tuple[int, ...], position: int, tokens: int) -> str:
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
@@ -216,11 +219,13 @@ def profile(
         engine.recording.annotate = _annotation
         for _ in range(num_steps + 1):
             client.poll()
-        open_ids += [submit(prompt, i, 2) for i, prompt in enumerate(prompts[rows:])]
-        first = len(log.plans)
-        _turn_until(engine, lambda: any(p.chunks and p.decode for p in log.plans[first:]), "a mixed step")
-        for _ in range(3):
-            client.poll()
+        for time in range(_MIXED_TIMES):
+            begin = rows + time * num_prompts
+            open_ids += [submit(prompt, i, 2) for i, prompt in enumerate(prompts[begin : begin + num_prompts])]
+            first = len(log.plans)
+            _turn_until(engine, lambda n=first: any(p.chunks and p.decode for p in log.plans[n:]), "a mixed step")  # type: ignore[misc]
+            for _ in range(_SETTLE_TURNS):
+                client.poll()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     engine.recording.annotate = None
@@ -250,7 +255,7 @@ def steps_of(steps: Sequence[StepProfile], kind: str) -> tuple[list[StepProfile]
     """The steps of a kind that are followed by another, and the mean time from the begin of one to that of its next."""
     pairs = [(a, b) for a, b in pairwise(steps) if a.label.startswith(kind)]
     if kind == "mixed":
-        pairs = pairs[:1]
+        pairs = pairs[-1:]
     if not pairs:
         return [], 0.0
     return [step for step, _ in pairs], statistics.mean(b.begin_us - a.begin_us for a, b in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -108,14 +109,21 @@ def drive(engine: BenchEngine, requests: Sequence[BenchRequest], limit_s: float 
     begin, events, ids = recording.begin_s, recording.events, recording.ids
     coming = iter(requests)
     due = next(coming, None)
-    while due is not None or client.has_work:
+
+    def submit_due() -> None:
+        nonlocal due
         now = clock()
         while due is not None and due.arrival_s <= now - begin:
             ids.append(client.submit(due.prompt, due.params, due.adapter))
             due = next(coming, None)
+
+    while due is not None or client.has_work:
+        submit_due()
+        if due is not None:  # an engine that has time waits for whoever comes, as a served one waits for messages
+            spare_s = client.spare_s if client.has_work else math.inf
+            time.sleep(max(0.0, min(spare_s, begin + due.arrival_s - clock())))
+            submit_due()
         if not client.has_work:
-            assert due is not None
-            time.sleep(max(0.0, begin + due.arrival_s - clock()))
             continue
         waited, begun = steps.waited_s, clock()
         told = client.poll()

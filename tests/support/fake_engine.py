@@ -139,6 +139,7 @@ class FakeRunner:
         self.slow_copies: set[str] = set()
         self.early_copies: frozenset[str] = frozenset()
         self.copying: dict[AdapterUid, tuple[int, ...]] = {}
+        self.spare = 0.0
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
         self.rows_computed = 0
@@ -156,6 +157,9 @@ class FakeRunner:
     def poll_loads(self) -> list[_Load]:
         reports, self.reports = self.reports, []
         return reports
+
+    def spare_s(self) -> float:
+        return self.spare
 
     def wait_for_load(self) -> bool:
         return False  # a copy ends with the step that began it

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench import engine as bench
+from bench.engine import parse_arguments
 from bench.engine_adapters import HostArena
 from bench.engine_cold import cold_start
 from bench.engine_floor import ModelCosts, step_costs, total_floor_s
@@ -563,12 +564,13 @@ def test_kernels_are_grouped_by_what_they_do(kernel: str, group: str) -> None:
 
 def test_a_profiled_engine_decodes_then_mixes_and_is_left_as_it_was(engine: BenchEngine) -> None:
     said: list[str] = []
-    result = profile(engine, "s2", 2, 3, 5, 4, said.append)
+    result = profile(engine, "s2", 2, 3, 5, (1, 7), 4, said.append)
     assert said == ["the profile holds no decode step", "the profile holds no mixed step"]  # no GPU, no kernels
     assert (result["distinct"], result["rows"]) == (2, 3)
     plans = engine.recording.log.plans
     assert sum(len(plan.decode) == 3 and not plan.chunks for plan in plans) >= 4
-    assert any(len(plan.decode) == 3 and plan.chunks for plan in plans)
+    mixed = [plan for plan in plans if len(plan.decode) == 3 and plan.chunks]
+    assert [sum(chunk.count for chunk in plan.chunks) for plan in mixed] == [7] * 3
     assert engine.recording.annotate is None
     assert engine.parts.allocator.num_free_pages == engine.parts.allocator.num_pages
 
@@ -593,6 +595,15 @@ def test_copies_beside_a_batch_are_counted_and_everything_is_given_back(engine: 
     )
     assert not any(plan.load for plan in engine.recording.log.plans), "the scheduler's own plans hold none"
     assert engine.parts.allocator.num_free_pages == engine.parts.allocator.num_pages
+
+
+@pytest.mark.parametrize("text", ["8", "8x", "x9", "0x5", "3x-1", "ax3"])
+def test_prompts_of_a_profile_are_a_number_and_a_length(model: Path, text: str, capsys: Any) -> None:
+    assert parse_arguments(["--profile", "1", "--profile-prompts", "3x70"]).profile_prompts == (3, 70)
+    assert parse_arguments(["--profile", "1"]).profile_prompts == (8, 512)
+    with pytest.raises(SystemExit):
+        parse_arguments(["--profile", "1", "--profile-prompts", text])
+    assert f"a number of prompts, x, a number of tokens, got '{text}'" in capsys.readouterr().err
 
 
 def test_a_profile_is_refused_on_a_cpu(model: Path) -> None:

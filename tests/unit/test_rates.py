@@ -61,6 +61,9 @@ class SlowRunner:
             self.copying.append((load.uid, first + image.num_bytes / self.bytes_s))
         return Handle(self, plan.num_tokens / self.tokens_s)
 
+    def spare_s(self) -> float:
+        return 0.0
+
     def wait_for_load(self) -> bool:
         uid, seconds = self.copying.popleft()
         self.now_s += seconds

@@ -169,6 +169,11 @@ class InProcessClient:
         """End a request, or one of its sequences."""
         self._parts.engine.abort(request_id, index)
 
+    @property
+    def spare_s(self) -> float:
+        """Seconds for which `poll` may be put off for the sake of requests that come meanwhile (see Engine)."""
+        return self._parts.engine.spare_s
+
     def poll(self) -> list[Event]:
         """Run one step. Waits a little when all that is open waits for adapters to be read."""
         engine = self._parts.engine

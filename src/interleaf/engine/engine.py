@@ -45,6 +45,9 @@ class Runner(Protocol):
     def poll_loads(self) -> Iterable[LoadReport]:
         """Copies that have ended since the last call."""
 
+    def spare_s(self) -> float:
+        """Seconds that may pass before the next launch without leaving anybody idle, as far as is known."""
+
     def wait_for_load(self) -> bool:
         """Wait for the oldest copy under way. Returns: whether there was one."""
 
@@ -84,6 +87,16 @@ class Engine:
     def has_work(self) -> bool:
         """Whether requests are open, steps in flight, or events untold: an abort may have ended the last request."""
         return self._scheduler.has_requests or bool(self._in_flight) or self._scheduler.has_events
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds for which `step` may be put off, so that a request which comes meanwhile is in the next step.
+
+        0 where that would help nobody: others wait to start as it is, or whoever came could not.
+        """
+        if self._failure is not None or not self._in_flight or not self._scheduler.would_start_at_once:
+            return 0.0
+        return self._runner.spare_s()
 
     @property
     def num_output_tokens(self) -> int:

@@ -45,6 +45,9 @@ from interleaf.memory.geometry import PageGeometry
 _IDLE_WAIT_S = 0.5
 """Longest sleep of an idle engine; what comes ends it at once, a signal within this time."""
 
+_SHORTEST_WAIT_S = 0.001
+"""Waits are whole milliseconds."""
+
 _STALL_WAIT_S = 0.05
 """Longest sleep when all open requests wait for slabs."""
 
@@ -105,6 +108,8 @@ class EngineServer:
         """Take what has come, run one step, send what it did."""
         if not self._client.has_work:
             self._endpoint.wait(_BACKLOG_WAIT_S if self._endpoint.has_backlog else _IDLE_WAIT_S)
+        elif (spare_s := self._client.spare_s) >= _SHORTEST_WAIT_S:
+            self._endpoint.wait(spare_s)
         for peer, data in self._endpoint.receive():
             self._handle(peer, data)
         for peer in self._endpoint.departed():

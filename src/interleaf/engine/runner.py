@@ -89,6 +89,10 @@ class TorchRunner:
         """Adapters' copies that have ended since the last call."""
         return self._copier.poll()
 
+    def spare_s(self) -> float:
+        """How long steps take is not known here."""
+        return 0.0
+
     def wait_for_load(self) -> bool:
         """Copies are made by the steps themselves: none is ever under way between two."""
         return False

@@ -168,6 +168,11 @@ class Entrance:
         return WaitReason.PAGES if free < self._reopens_at else None
 
     @property
+    def would_start_at_once(self) -> bool:
+        """Whether nobody waits, and who came now would start in the next step, as far as seats decide that."""
+        return not len(self) and self._seats.num_free > 0 and self._held_by() is None
+
+    @property
     def _group(self) -> int:
         """Sequences that must end before others start, when pages have run out: the same share of those that run as
         `refill_seats` is of all seats; 0 if prompts are not computed in groups.

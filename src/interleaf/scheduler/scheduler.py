@@ -374,6 +374,11 @@ class Scheduler:
         return bool(self._events)
 
     @property
+    def would_start_at_once(self) -> bool:
+        """Whether a request that came now would start in the next step, if its adapter is in the pool."""
+        return self._entrance.would_start_at_once
+
+    @property
     def num_running(self) -> int:
         return len(self._seats)
 

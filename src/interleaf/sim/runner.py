@@ -152,6 +152,10 @@ class SimRunner:
             ended.append(self._loads.popleft())
         return ended
 
+    def spare_s(self) -> float:
+        """No step waits for requests to come: in simulated time they have come when they are due."""
+        return 0.0
+
     def wait_for_load(self) -> bool:
         """No wait here: whoever drives the engine moves the clock, to the end of a copy or to an arrival before it."""
         return False

@@ -112,7 +112,9 @@ class CudaRunner:
                 self._failure = error
                 return CudaStepHandle(None, nothing, failure=error)
             finally:
-                self._stats.launch_seconds += time.perf_counter() - began
+                took = time.perf_counter() - began
+                self._pace.launched(took)
+                self._stats.launch_seconds += took
         dead = EngineDead(f"step {plan.step} follows a step that failed: {self._failure!r}")
         dead.__cause__ = self._failure
         return CudaStepHandle(None, nothing, failure=dead)
@@ -122,7 +124,11 @@ class CudaRunner:
         if not self._copier.num_under_way:
             return self._copier.poll()
         with self._device.computing():
-            return self._copier.poll(int(self._pace.left_s / self._copy_page_s()))
+            return self._copier.poll(int(self._pace.left_s(time.perf_counter()) / self._copy_page_s()))
+
+    def spare_s(self) -> float:
+        """Seconds that may pass before the next launch without leaving the device idle, as far as is known."""
+        return self._pace.spare_s(time.perf_counter())
 
     def wait_for_load(self) -> bool:
         """Wait for the oldest copy under way. Returns: whether there was one."""
