@@ -55,6 +55,12 @@ CASES = [
     Case("7B, 256 of 400", 32, 32, 256, 400),
     Case("8B, 16 prompts of 256", 32, 8, 16, 256, rows=256),
     Case("8B, a prompt of 4,096", 32, 8, 1, 4096, rows=4096),
+    Case("8B, a prompt of 64", 32, 8, 1, 64, rows=64),
+    Case("8B, a prompt of 216", 32, 8, 1, 216, rows=216),
+    Case("8B, a prompt of 512", 32, 8, 1, 512, rows=512),
+    Case("8B, the last 64 of 1,024", 32, 8, 1, 1024, rows=64),
+    Case("8B, the last 512 of 1,024", 32, 8, 1, 1024, rows=512),
+    Case("8B, the last 64 of 4,096", 32, 8, 1, 4096, rows=64),
 ]
 
 

@@ -164,6 +164,23 @@ def test_graphs_of_many_rows_are_planned_once_and_of_few_before_every_step(fa2):
     ]
 
 
+@pytest.mark.parametrize("longest", [0, 21, 10**9])
+def test_chunks_are_split_where_a_sequence_is_long(fa2, monkeypatch, longest):
+    monkeypatch.setattr(flashinfer, "_UNSPLIT_TOKENS", longest)
+    them = sequences(num_seats=8)
+    them.fill(0, 40)
+    for decode, chunks, tokens in (
+        ([], [(1, 21)], 21),
+        ([0], [(2, 3), (3, 20)], 20),
+        ([1, 2], [(4, 5), (3, 2)], 22),
+        ([], [(0, 9)], 50),
+    ):
+        them.check(decode, chunks)
+        if fa2 is not None:
+            assert [p["split"] for p in fa2.plans if p["causal"]] == [tokens > longest]
+            fa2.plans.clear()
+
+
 def test_a_step_may_be_planned_while_the_one_before_waits_for_the_device():
     """Plans leave pinned memory when the device comes to it: the next one must not be written over them."""
     them = sequences()
