@@ -10,8 +10,7 @@ planning a steady step looks at nobody.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from itertools import islice
 
 from interleaf.adapters.residency import Residency
@@ -24,7 +23,6 @@ from interleaf.core import (
     RequestFailed,
     RequestFinished,
     RequestWaiting,
-    RequestWaits,
     SeatGrow,
     StepPlan,
     StepResult,
@@ -41,21 +39,13 @@ from interleaf.scheduler.calendar import Calendar
 from interleaf.scheduler.draft import Draft
 from interleaf.scheduler.entrance import Entrance
 from interleaf.scheduler.loads import HostImages, LoadLimits
+from interleaf.scheduler.open_request import OpenRequest
 from interleaf.scheduler.pages import ResumeCounts, SequencePages
 from interleaf.scheduler.policy import Policy
 from interleaf.scheduler.preemption import Preemption
 from interleaf.scheduler.seats import Seats
 from interleaf.scheduler.sequence import Sequence, SequenceState, WaitReason
 from interleaf.scheduler.waits import LongWaits
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that has not had its terminal event."""
-
-    request: Request
-    sequences: list[Sequence]
-    num_open: int
 
 
 class Scheduler:
@@ -114,7 +104,7 @@ class Scheduler:
             refill_seats=refill_seats,
             fail=self._fail_waiting,
         )
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._in_flight: deque[tuple[StepPlan, tuple[Sequence, ...]]] = deque()
         self._growth: Calendar[Sequence] = Calendar()
         self._last_rows: Calendar[Sequence] = Calendar()
@@ -144,7 +134,7 @@ class Scheduler:
             self._entrance.push(seq)
         if self._long_waits is not None:
             self._long_waits.arrived(sequences[0])
-        self._open[request.id] = _Open(request, sequences, len(sequences))
+        self._open[request.id] = OpenRequest(request, sequences, len(sequences))
 
     def at(self, now_s: float) -> None:
         """So late it is now: whoever ceases to wait before the next plan has waited till then."""
@@ -349,12 +339,11 @@ class Scheduler:
         if entry.num_open == 0:
             self._close(entry, RequestFinished(seq.request_id))
 
-    def _close(self, entry: _Open, terminal: RequestFinished | RequestAborted | RequestFailed) -> None:
+    def _close(self, entry: OpenRequest, terminal: RequestFinished | RequestAborted | RequestFailed) -> None:
         del self._open[entry.request.id]
         for seq in entry.sequences:
             self._drop(seq)
-        waits = _untold_waits(entry.sequences)
-        self._events.append(terminal if waits is None else replace(terminal, waits=waits))
+        self._events.append(entry.with_waits(terminal))
 
     def _fail_waiting(self, uid: AdapterUid, reason: str) -> None:
         """Fail the requests that wait for an adapter which cannot be had."""
@@ -394,22 +383,3 @@ class Scheduler:
     def waiting_by_reason(self) -> Counter[WaitReason]:
         """How many sequences wait, and for what, as of the last plan."""
         return self._entrance.waiting_by_reason()
-
-
-def _untold_waits(sequences: list[Sequence]) -> RequestWaits | None:
-    """What the sequences of a request that has ended have waited for, and no first token has told."""
-    first: dict[str, float] = {}
-    again: dict[str, float] = {}
-    for seq in sequences:
-        if seq.start is None:
-            _add_up(first, seq.waits)
-            continue
-        if not seq.num_outputs:
-            _add_up(first, seq.start.waits)
-        _add_up(again, seq.waits)
-    return RequestWaits(first, again) if first or again else None
-
-
-def _add_up(total: dict[str, float], waits: Mapping[str, float]) -> None:
-    for reason, seconds in waits.items():
-        total[reason] = total.get(reason, 0.0) + seconds
