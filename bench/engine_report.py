@@ -19,8 +19,8 @@ def line_of(figures: Mapping[str, Any]) -> str:
     f = figures
     ratio = "-" if f["floor_ratio"] is None else f"{f['floor_ratio']:.2f} x its floor of {f['floor_s']:.1f} s"
     steps = f"{f['steps']} steps, {_share(f['graph_share'])} replay a graph"
-    if f["captures"]:
-        steps += f" ({f['captures']} captured meanwhile, {f['capture_s']:.1f} s)"
+    if f["captures"] or f["stand_ins"]:
+        steps += f" ({f['captures']} captured meanwhile, {f['capture_s']:.1f} s; {f['stand_ins']} replay another's)"
     lines = [
         f"{f['output_tokens_per_s']:,.0f} tok/s   {f['requests_per_s']:.2f} req/s   {f['seconds']:.1f} s, {ratio}",
         f"    TTFT {_spread(f['ttft_s'], 's')}   latency {_spread(f['latency_s'], 's')}   "

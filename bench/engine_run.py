@@ -281,6 +281,7 @@ def _steps(recording: Recording, costs: Sequence[StepCost], counters: Mapping[st
         "starved_share": steps.num_starved / max(1, len(steps.plans)),
         "graph_share": counters["num_graph_steps"] / num_steps if num_steps else None,
         "captures": int(counters["num_captures"]),
+        "stand_ins": int(counters["num_stand_ins"]),
         "capture_s": counters["capture_seconds"],
         "launch_ms_per_step": counters["launch_seconds"] / max(1, len(steps.plans)) * 1e3,
         "decode": of(decode_only),

@@ -145,8 +145,9 @@ class BenchEngine:
         """Running totals of runner, residency and scheduler. What one of them does not count is 0."""
         stats = getattr(self.parts.runner, "stats", None)  # a runner on a CPU keeps none
         runner = None if stats is None else stats()
+        of_runner = ("num_graph_steps", "num_stand_ins", "num_captures", "capture_seconds", "launch_seconds")
         names = {
-            **dict.fromkeys(("num_graph_steps", "num_captures", "capture_seconds", "launch_seconds"), runner),
+            **dict.fromkeys(of_runner, runner),
             **dict.fromkeys(("hits", "misses", "late_prefetches"), self.parts.residency.counts),
             "num_preemptions": self.parts.scheduler,
         }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interleaf.core import LoraGroup, Module
-from interleaf.kernels import launcher, lora_add
+from interleaf.kernels import launcher, lora_add, moulds
 from interleaf.kernels.cuda import PagedLaunch
 from interleaf.kernels.launch_shapes import CUT_RANKS
 
@@ -101,9 +101,9 @@ def test_resolved_records_are_those_that_the_host_would_build(make_pool, ranks):
                 assert step._tables.tables.rows[: len(row_table)].tolist() == row_table
 
 
-def check_step(pool, book, rows, *, graph, tolerance=2e-5):
-    """A step's update against the float32 loops."""
-    step = book.plan(segments(rows), graph=graph)
+def check_step(pool, book, rows, *, graph, tolerance=2e-5, step=None):
+    """A step's update against the float32 loops.   Args: step: not the one that `plan` gives."""
+    step = step or book.plan(segments(rows), graph=graph)
     step.upload()
     for group in LoraGroup if ON_GPU else (LoraGroup.QKV,):
         x, y, before = pool.inputs(group, len(rows))
@@ -188,6 +188,27 @@ def test_moved_page_lists_and_recut_layouts_leave_no_stale_place_behind(monkeypa
         keys.append(check_step(pool, book, adapters[: i + 1], graph=True).key)
     assert len(set(keys)) > 1
     assert book._residents.pages.numel() > 256
+
+
+def test_a_step_that_takes_the_work_of_others_computes_its_own(monkeypatch):
+    monkeypatch.setattr(moulds, "_WORTH", -1.0)  # every step gets a mould made for it
+    monkeypatch.setattr(moulds, "_STANDS_IN", 100.0)
+    pool = large_pages()
+    adapters = [pool.all_ranks(r) for r in (8, 16, 3)]
+    book = pool.book()
+    for adapter in adapters:
+        book.add(id(adapter), adapter.layout, adapter.pages)
+    a, b, c = adapters
+    batches = [[a, b, c, a, b, c, a, None], [a] * 8, [a, a, b, b, c, c, None, b], [None, c, c, c, c, c, c, c]]
+    keys = {book.plan(segments(rows), graph=True).key for rows in batches}
+    seen = set()
+    for rows in batches:
+        for key in keys:
+            found = book.stand_in(segments(rows), lambda k, key=key: k == key)
+            if found is not None:
+                assert check_step(pool, book, rows, graph=True, step=found[0]).key == key
+                seen.add((key, book.plan(segments(rows), graph=True).key))
+    assert any(key != own for key, own in seen)
 
 
 @pytest.mark.parametrize("ranks", [(16, 3), (64, 8), (5, 100)])

@@ -1,5 +1,6 @@
 """The GPU's runner, on the CPU: every token that the CPU's runner gives, whatever the mix, with graphs and without."""
 
+import dataclasses
 import random
 
 import pytest
@@ -23,7 +24,7 @@ from interleaf.errors import AdapterLoadFailed  # noqa: E402
 from interleaf.kernels.device_lora import DeviceLora  # noqa: E402
 from interleaf.memory.eviction import PageCosts  # noqa: E402
 from tests.support.host_device import HostDevice  # noqa: E402
-from tests.support.host_runner import on_host_device  # noqa: E402
+from tests.support.host_runner import HostLora, on_host_device  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_model  # noqa: E402
 
 ADAPTERS = {f"a{r}": f"dummy:r={r},targets=all,seed={r}" for r in (1, 4, 9)}
@@ -158,6 +159,54 @@ def test_steps_of_more_rows_than_seats_run_in_pieces_too(folder):
     assert_same(found, expected)
     stats = parts.runner.stats()
     assert 3 <= stats.num_piecewise_steps < stats.num_mixed_steps
+
+
+class LoraByMix(HostLora):
+    """Another key for every set of adapters, and for every work another that may stand in for it, a step in two."""
+
+    def __init__(self, pool, extra_s):
+        super().__init__(pool)
+        self.extra_s, self.keys, self.num_asked = extra_s, {}, 0
+
+    def plan(self, segments, *, graph):
+        step = super().plan(segments, graph=graph)
+        mix = frozenset(uid for uid, _, _ in segments)
+        return step and dataclasses.replace(step, key=self.keys.setdefault(mix, len(self.keys)))
+
+    def stand_in(self, segments, has_graph):
+        self.num_asked += 1
+        step = self.plan(segments, graph=True)
+        assert not has_graph(step.key)
+        ready = [key for key in self.keys.values() if has_graph(key)]
+        return (dataclasses.replace(step, key=ready[0]), self.extra_s) if ready else None
+
+
+@pytest.mark.parametrize("extra_s", [None, 0.0, 0.009, 1.0])
+def test_a_step_replays_what_was_captured_for_other_adapters_while_that_is_cheap(folder, extra_s):
+    """None: the runner has not been warmed up, and captures whatever it meets."""
+    wanted = requests(30)
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    made = []
+
+    def lora(pool):
+        made.append(LoraByMix(pool, extra_s))
+        return made[0]
+
+    parts = on_host_device(build_engine(folder, config()), lora=lora)
+    if extra_s is not None:
+        parts.runner.warmed_up()
+    found, _ = answers(parts, wanted)
+    assert_same(found, expected)
+    stats = parts.runner.stats()
+    if extra_s is None:
+        assert made[0].num_asked == stats.num_stand_ins == 0
+    elif extra_s == 1.0:
+        assert stats.num_stand_ins == 0 < made[0].num_asked
+    else:
+        assert 0 < stats.num_stand_ins <= made[0].num_asked
+        steps = stats.num_graph_steps + stats.num_piecewise_steps
+        assert steps > stats.num_stand_ins
+    assert stats.num_captures > 0
 
 
 @pytest.mark.parametrize("swap_memory", [0, "1MiB"])

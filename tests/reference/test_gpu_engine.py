@@ -10,7 +10,10 @@ import pytest
 from tests.support.waiting import FILE_OF_TESTS_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHORT = "pieces or scrap or our_own or groups or takes_long or starts_before or fails or evicts or 64-True or short"
+SHORT = (
+    "captured_for or pieces or scrap or our_own or groups or takes_long or starts_before or fails or evicts or 64-True "
+    "or short"
+)
 
 
 def _run(*options: str) -> None:

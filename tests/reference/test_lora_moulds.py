@@ -131,6 +131,71 @@ def test_the_demand_is_what_the_steps_tasks_add_up_to(layouts):
         assert step._table.tasks[:, 1].sum() == mould.records.sum()
 
 
+@pytest.mark.parametrize("layouts", [R16, MIXED, UNLIKE], ids=["r16", "mixed", "unlike"])
+def test_what_stands_in_is_the_cheapest_that_may_and_has_room(layouts):
+    book = filled(layouts, 300)
+    table = SchemeTable(book._residents.layouts(), 256)
+    random = np.random.default_rng(4)
+    moulds, made, outcomes = Moulds(), [], set()
+    assert moulds.stand_in(table.demand(*_members(book, [1, 2])), table, lambda _: True) is None
+    for _ in range(150):
+        count = int(random.choice([1, 5, 60, 250]))
+        uids = random.choice(count, int(random.integers(1, 251)), p=popular(random, count, 1)).tolist()
+        demand = table.demand(*_members(book, uids))
+        chosen = moulds.choose(demand, table)
+        made += [chosen] if chosen not in made else []
+        allowed = [mould for mould in made if random.random() < 0.4]
+        found = moulds.stand_in(demand, table, allowed.__contains__)
+        costs = {}
+        for mould in allowed:  # one after another, by the definition
+            spare = mould.records - demand.records[mould.scheme]
+            if (spare >= 0).all():
+                costs[id(mould)] = float(demand.cost[mould.scheme] + table.idle(spare))
+        least = min(
+            float(demand.cost[s] + table.idle(_roomy(demand.records[s], table) - demand.records[s]))
+            for s in range(len(table.schemes))
+        )
+        fit = {i: cost for i, cost in costs.items() if cost + demand.floor <= 2 * (least + demand.floor)}
+        if found is None:
+            assert not fit
+        else:
+            mould, extra = found
+            assert costs[id(mould)] == pytest.approx(min(fit.values()))
+            assert extra == pytest.approx(max(0.0, costs[id(mould)] - least))
+        outcomes.add((found is None, bool(costs)))
+    assert {(True, False), (False, True)} <= outcomes
+
+
+def _members(book, uids):
+    members, _ = book._residents.members(singles(uids))
+    return members.layouts, members.counts
+
+
+def _roomy(records, table):
+    """What a mould made for so many records has room for."""
+    return np.minimum(np.maximum(np.ceil(records * 1.125), table.most), table.most * table.bucket).max(0)
+
+
+def test_a_step_may_take_the_work_of_others_that_it_fits():
+    book = filled(R16, 300)
+    many = book.plan(singles(range(250)), graph=True)
+    few = book.plan(singles([0] * 250), graph=True)
+    assert many.key != few.key
+    rows = singles([t // 2 for t in range(250)])
+    own = book.plan(rows, graph=True)
+    asked = []
+    step, extra_s = book.stand_in(rows, lambda key: asked.append(key) or key == many.key)
+    assert (step.key, step.work) == (many.key, many.work)
+    assert 0 <= extra_s < 250e-6 * LAYERS
+    assert {own.key, many.key} >= set(asked) - {few.key}
+    real = step._table.tasks[step._table.tasks[:, 6] > 0]
+    assert len(real)
+    assert step._table.rows.tolist() == own._table.rows.tolist()
+    assert book.stand_in(rows, lambda key: key == few.key) is None, "records for one adapter do not do for 125"
+    assert book.stand_in(rows, lambda key: False) is None
+    assert book.stand_in([(None, 0, 5)], lambda key: True) is None
+
+
 def test_the_last_mould_takes_whatever_comes():
     book = filled(R16, 300)
     table = SchemeTable(book._residents.layouts(), 256)

@@ -54,3 +54,30 @@ def test_what_was_met_once_and_never_again_is_forgotten(monkeypatch):
         assert cache.is_due(("often",))
     assert not cache.is_due((0,))
     assert (len(cache._met), len(cache._refused)) == (3, 0)
+
+
+def test_a_key_does_without_a_graph_until_that_has_cost_what_a_capture_does():
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
+    small = graphs._CAPTURE_S / 4
+    assert [cache.does_without(("a",), small) for _ in range(6)] == [True] * 4 + [False] * 2
+    assert cache.does_without(("b",), small), "each key has its own account"
+    assert cache.does_without(("c",), graphs._CAPTURE_S * 0.99)
+    assert not cache.does_without(("c",), graphs._CAPTURE_S * 0.99)
+    assert not cache.does_without(("d",), graphs._CAPTURE_S * 1.01)
+    assert all(cache.does_without(("e",), 0.0) for _ in range(1000)), "what costs nothing is never captured"
+    assert ("a",) not in cache
+    cache.keep(("a",), lambda: "a")
+    assert ("a",) in cache
+
+
+def test_accounts_of_keys_that_are_not_met_again_are_dropped(monkeypatch):
+    monkeypatch.setattr(graphs, "_REMEMBERED", 3)
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
+    half = graphs._CAPTURE_S * 0.4
+    assert cache.does_without(("often",), half)
+    for i in range(20):
+        assert cache.does_without((i,), half)
+        assert cache.does_without(("often",), 0.0)
+    assert len(cache._owed_s) == 3
+    assert cache.does_without(("often",), half)
+    assert not cache.does_without(("often",), half)

@@ -38,6 +38,7 @@ class Runner:
         self.known: set[str] = set()
         self.seated: dict[int, tuple[str | None, int, int]] = {}  # adapter, tokens, pages
         self.steps = 0
+        self.is_warm = False
         self.sizes: Counter[tuple[str, int, bool]] = Counter()
 
     def warm_sampler(self) -> None:
@@ -51,6 +52,11 @@ class Runner:
             assert uid not in self.known
             assert len(pages) == layout.pages <= self.num_pages
             self.known.add(uid)
+
+    def warmed_up(self) -> None:
+        assert not self.is_warm
+        assert not self.seated
+        self.is_warm = True
 
     def forget_adapters(self, uids) -> None:
         self.known.difference_update(uids)
@@ -104,7 +110,7 @@ def test_every_step_is_a_plan_and_every_size_is_met_twice(
     ).run(lambda *done: told.append(done))
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
     assert not runner.known
-    assert not runner.seated
+    assert runner.is_warm
     for with_adapters in (False, True):
         for capacity in runner.capacities:
             assert runner.sizes["decode", capacity, with_adapters] >= 2
@@ -126,3 +132,4 @@ def test_sequences_too_short_for_any_of_its_steps_are_left_alone() -> None:
         max_model_len=3,
     ).run()
     assert runner.steps == 0
+    assert runner.is_warm

@@ -9,7 +9,7 @@ Source: S-LoRA (MLSys 2024) section 5.3; docs/adr/0010-image-order-per-device.md
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,6 +142,28 @@ class DeviceLora:
         self._latest[graph] = (segments, step)
         return step
 
+    def stand_in(self, rows: Sequence[Segment], has_graph: Callable[[int], bool]) -> tuple[LoraStep, float] | None:
+        """Other work for a step than `plan` gave for its graph: some that a graph has been captured with.
+
+        Args:
+            rows: those that `plan` was just asked for.
+            has_graph: whether there is a graph for work of such a key.
+
+        Returns: the step, and the seconds that it takes longer, as far as is known; None: no such work is fit for it.
+        """
+        members, end = self._residents.members(rows if isinstance(rows, SingleRows) else tuple(rows))
+        if members is None:
+            return None
+        table, family = self._family(end)
+        casts = family.casts
+        found = family.moulds.stand_in(
+            table.demand(members.layouts, members.counts), table, lambda m: m in casts and has_graph(casts[m].key)
+        )
+        if found is None:
+            return None
+        mould, extra_us = found
+        return self._cast_step(members, table, mould, casts[mould]), extra_us * self._num_layers / 1e6
+
     def warm(self, pool: torch.Tensor) -> int:
         """Compile, or load from Triton's cache, every launch that any adapters may need.
 
@@ -176,6 +198,15 @@ class DeviceLora:
     # --- steps for graphs
 
     def _in_mould(self, members: Members, end: int) -> LoraStep:
+        table, family = self._family(end)
+        mould = family.moulds.choose(table.demand(members.layouts, members.counts), table)
+        cast = family.casts.get(mould)
+        if cast is None:
+            cast = family.casts[mould] = self._cast(mould, table)
+        return self._cast_step(members, table, mould, cast)
+
+    def _family(self, end: int) -> tuple[SchemeTable, _Family]:
+        """Of steps of about so many rows, with the adapters that there are."""
         table = self._scheme_table(1 << (end - 1).bit_length())
         family = self._families.get(table.identity)
         if family is None:
@@ -183,10 +214,9 @@ class DeviceLora:
         self._families.move_to_end(table.identity)
         if len(self._families) > _MAX_FAMILIES:
             self._families.popitem(last=False)
-        mould = family.moulds.choose(table.demand(members.layouts, members.counts), table)
-        cast = family.casts.get(mould)
-        if cast is None:
-            cast = family.casts[mould] = self._cast(mould, table)
+        return table, family
+
+    def _cast_step(self, members: Members, table: SchemeTable, mould: Mould, cast: _Cast) -> LoraStep:
         pair = table.schemes[mould.scheme]
         everybody = np.arange(len(members.counts))
         batches = [RunBatch(expand, pair[expand].tokens, everybody) for expand in (False, True)]

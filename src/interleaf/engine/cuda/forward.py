@@ -15,9 +15,9 @@ import torch
 from interleaf.attention.device import DeviceAttention
 from interleaf.core import StepPlan
 from interleaf.engine.cuda.device import Device, Graph
-from interleaf.engine.cuda.graphs import GraphCache
+from interleaf.engine.cuda.graphs import Captured, GraphCache, Key
 from interleaf.engine.cuda.handle import RunnerStats
-from interleaf.engine.cuda.inputs import DeviceInputs, Rows
+from interleaf.engine.cuda.inputs import DeviceInputs, Rows, Segments
 from interleaf.engine.cuda.pieces import Pieces, PiecewiseForward
 from interleaf.engine.cuda.staging import Staging
 from interleaf.engine.device_sampler import DeviceSampler, PendingSample, SamplingKind
@@ -45,6 +45,10 @@ class StepForward:
     Args:
         inputs: what seats hold; its arrays are staged in `staging` and sent by `compute`.
         stats: counted in.
+
+    Attributes:
+        lets_stand_in: whether a step may replay a graph of other LoRA work that is as good (`DeviceLora.stand_in`)
+            rather than be launched kernel by kernel, and captured.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class StepForward:
             self._graphs = GraphCache(num_seats, max_graphs)
             self._mixed_graphs = GraphCache(num_seats, -(-max_graphs // 2))
             self._pieces = PiecewiseForward(device, model, pool.data, max_mixed_graph_rows)
+        self.lets_stand_in = False
         self._outside: torch.Tensor | None = None  # logits for `sample_outside`, made when a decode step first needs it
 
     @property
@@ -113,8 +118,8 @@ class StepForward:
         num_rows = len(plan.decode)
         capacity = graphs.capacity(num_rows)
         rows = self._inputs.decode_rows(plan, capacity, self._num_seats, self._staging)
-        lora = self._lora.plan(rows.segments, graph=True)
         kind = self._sampler.kind(plan.decode)
+        lora = self._lora_for(graphs, rows.segments, lambda work: (capacity, work, kind))
         self._sampler.flush()
         self.send()
         attention = self._attention.prepare_graph(rows.device)
@@ -185,8 +190,12 @@ class StepForward:
 
     def _mixed(self, plan: StepPlan) -> Sampled:
         rows = self._inputs.rows(plan, self._staging)
-        in_pieces = plan.num_tokens <= self.mixed_graph_rows
-        lora = self._lora.plan(rows.segments, graph=in_pieces)
+        in_pieces = self._mixed_graphs is not None and plan.num_tokens <= self._pieces.max_rows
+        if self._mixed_graphs is None or not in_pieces:
+            lora = self._lora.plan(rows.segments, graph=False)
+        else:
+            capacity = self._pieces.capacity(plan.num_tokens)
+            lora = self._lora_for(self._mixed_graphs, rows.segments, lambda work: _pieces_key(capacity, work))
         kind = self._sampler.kind(plan.sampled_seats)
         self._sampler.flush()
         self.send()
@@ -218,7 +227,7 @@ class StepForward:
         graphs = self._mixed_graphs
         assert graphs is not None
         capacity = self._pieces.capacity(num_rows)
-        key = ("pieces", capacity, _lora_key(lora))
+        key = _pieces_key(capacity, _lora_key(lora))
         work = None if lora is None else lora.work
         captured = graphs.find(key)
         if captured is None and graphs.is_due(key):
@@ -228,9 +237,26 @@ class StepForward:
         self._stats.num_piecewise_steps += 1
         return captured
 
+    def _lora_for(
+        self, graphs: GraphCache[Captured], segments: Segments, key_of: Callable[[Hashable], Key]
+    ) -> LoraStep | None:
+        """The LoRA of a step that replays a graph, if there is one: that with which one was captured, if it will do."""
+        lora = self._lora.plan(segments, graph=True)
+        if lora is None or not self.lets_stand_in or key_of(lora.key) in graphs:
+            return lora
+        found = self._lora.stand_in(segments, lambda work: key_of(work) in graphs)
+        if found is None or not graphs.does_without(key_of(lora.key), found[1]):
+            return lora
+        self._stats.num_stand_ins += 1
+        return found[0]
+
     def _token_ids(self, rows: Rows) -> torch.Tensor:
         last = self._sampler.last_token.index_select(0, rows.seats[: rows.device.num_decode])
         return last if rows.chunk_tokens is None else torch.cat([last, rows.chunk_tokens])
+
+
+def _pieces_key(capacity: int, work: Hashable) -> Key:
+    return "pieces", capacity, work
 
 
 def _lora_key(lora: LoraStep | None) -> Hashable:

@@ -40,6 +40,11 @@ _RETRY_AFTER = 64
 """Meetings of a key until it is captured again after memory was short for the first time."""
 
 
+_CAPTURE_S = 0.02
+"""What a key's steps may take longer for want of a graph of their own, all together, until one is captured: about what
+a capture takes. Whoever pays no more for doing without than once for doing it right pays twice the least at most."""
+
+
 class _Refusal:
     """A key for which there was no memory; it is not tried for so many meetings."""
 
@@ -73,6 +78,7 @@ class GraphCache(Generic[Captured]):
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._met: OrderedDict[Key, None] = OrderedDict()  # the longest ago first
         self._refused: dict[Key, _Refusal] = {}
+        self._owed_s: OrderedDict[Key, float] = OrderedDict()  # the longest ago first
         self.num_captures = 0
         self.capture_seconds = 0.0
 
@@ -93,6 +99,23 @@ class GraphCache(Generic[Captured]):
         if found is not None:
             self._graphs.move_to_end(key)
         return found
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def does_without(self, key: Key, extra_s: float) -> bool:
+        """Whether a step of a key that has no graph had better replay another's, which takes so much longer.
+
+        It is counted that it does, if so.
+        """
+        owed_s = self._owed_s.get(key, 0.0) + extra_s
+        if owed_s > _CAPTURE_S:
+            return False
+        self._owed_s[key] = owed_s
+        self._owed_s.move_to_end(key)
+        if len(self._owed_s) > _REMEMBERED:
+            self._owed_s.popitem(last=False)
+        return True
 
     def is_due(self, key: Key) -> bool:
         """Whether to capture a key that has no graph: it was met before."""

@@ -17,6 +17,7 @@ class RunnerStats:
     Attributes:
         num_steps: with rows.   num_graph_steps: of them, those that replayed one graph.
         num_mixed_steps: of them, those with prompt chunks.   num_piecewise_steps: of these, those that ran in pieces.
+        num_stand_ins: steps that replayed what had been captured for others, rather than be captured.
         num_captures, capture_seconds: of graphs.
         launch_seconds: host time in `launch`.   wait_seconds: host time spent waiting for the device.
     """
@@ -25,6 +26,7 @@ class RunnerStats:
     num_graph_steps: int = 0
     num_mixed_steps: int = 0
     num_piecewise_steps: int = 0
+    num_stand_ins: int = 0
     num_captures: int = 0
     capture_seconds: float = 0.0
     launch_seconds: float = 0.0

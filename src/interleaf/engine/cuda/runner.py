@@ -167,6 +167,10 @@ class CudaRunner:
         with torch.inference_mode(), self._device.computing():
             self._lora.warm(self._pool.data)
 
+    def warmed_up(self) -> None:
+        """From now on steps count: those that a captured graph will do for are captured no more."""
+        self._forward.lets_stand_in = True
+
     def forget_adapters(self, uids: Iterable[AdapterUid]) -> None:
         """Undo `know_adapters`."""
         for uid in uids:

@@ -59,13 +59,14 @@ class WarmUp:
         Args: progress: called with (parts done, parts in all).
         """
         if self._max_model_len < _SHORTEST_MODEL_LEN:
-            return  # sequences so short that none of the steps below could be run
+            return self._runner.warmed_up()  # sequences so short that none of the steps below could be run
         parts = [*self._parts()]
         for done, part in enumerate(parts, start=1):
             part()
             if progress is not None:
                 progress(done, len(parts))
         self._launch(StepPlan(self._num_steps, vacate=self._seated))
+        self._runner.warmed_up()
 
     def _parts(self) -> Iterator[Callable[[], None]]:
         yield self._runner.warm_sampler
