@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from interleaf.core import LoraGroup, Module
-from interleaf.kernels import launcher, lora_add, moulds
+from interleaf.kernels import cuda, kv, launcher, lora_add, moulds
 from interleaf.kernels.cuda import PagedLaunch
 from interleaf.kernels.launch_shapes import CUT_RANKS
+from interleaf.kernels.rotary import RopeAngles
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -236,6 +237,78 @@ def test_warming_runs_every_launch_of_whatever_adapters_come_and_changes_nothing
             for rows in ([adapters[0]] * count, [adapters[t % 2] for t in range(count)]):
                 for groups in book.plan(segments(rows), graph=graph).work.layers:
                     assert {run.shape for runs in groups.values() for run in runs.runs} <= warmed
+
+
+def begun_at(tensor, by):
+    """The same values, contiguous, begun `by` elements later in memory."""
+    store = torch.empty(by + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return store[by:].view(tensor.shape).copy_(tensor)
+
+
+def specialised(arguments):
+    """What Triton compiles for, of each argument."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    return tuple(native_specialize_impl(CUDABackend, a, False, True, True) for a in arguments)
+
+
+def test_launches_of_one_kind_are_alike_to_triton(monkeypatch):
+    seen = {}
+
+    class Recorder:
+        def __init__(self, kernel):
+            pass
+
+        def launch(self, kind, grid, arguments, constants, options):
+            told = specialised(arguments[:-1]), *constants.items(), *options.items()  # the last is a layer, an int32
+            assert seen.setdefault((self, kind), told) == told
+
+    monkeypatch.setattr(cuda, "Launcher", Recorder)
+    num_kinds = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        pool = Pool(WIDTHS, (2, 2, 64, 4, 64), 40, 64, dtype)
+        adapter = pool.all_ranks(8)
+        book = pool.book()
+        book.add(id(adapter), adapter.layout, adapter.pages)
+        for graph in (False, True):
+            work = book.plan(segments([adapter] * 3), graph=graph).work
+            for pool_at in (0, 1):
+                data = begun_at(pool.data, pool_at)
+                for group in LoraGroup:
+                    x, y, _ = pool.inputs(group, 3)
+                    for by in (0, 1, 3, 8):
+                        for room in (0, 1, 3, 8, 16):
+                            wide = begun_at(torch.zeros(3, y.shape[1] + room, dtype=dtype, device=DEVICE), by)
+                            lora_add(begun_at(x, by), wide[:, : y.shape[1]], data, work, group, 0)
+                num_kinds.append(len(seen))
+    assert num_kinds == sorted(set(num_kinds)), "each pool and dtype has kinds of its own"
+
+
+def test_rotations_of_one_kind_are_alike_to_triton(monkeypatch):
+    seen = {}
+
+    class Recorder:
+        def launch(self, kind, grid, arguments, constants, options):
+            told = specialised(arguments[:5]), specialised(arguments[6:]), *constants.items(), *options.items()
+            assert seen.setdefault(kind, told) == told
+
+    monkeypatch.setattr(kv, "_launcher", Recorder)
+    tried = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for heads, kv_heads, dim in ((4, 2, 16), (4, 2, 64), (8, 2, 64)):
+            tensors = [
+                torch.zeros(3, heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE),
+                torch.zeros(3, 1, dim, dtype=dtype, device=DEVICE),
+                torch.zeros(3, 1, dim // 2, dtype=dtype, device=DEVICE),
+                torch.zeros(3, dtype=torch.int64, device=DEVICE),
+                torch.zeros(2, 2, 2, 4, kv_heads, dim, dtype=dtype, device=DEVICE),
+            ]
+            for moved in range(-1, len(tensors)):
+                qkv, cos, sin, slots, pool = (begun_at(x, int(i == moved)) for i, x in enumerate(tensors))
+                kv.rotate_and_append(qkv, RopeAngles(cos, sin), slots, pool, 1)
+                tried += 1
+    assert len(seen) == tried
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has no compiled forms")

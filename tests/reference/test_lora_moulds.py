@@ -176,6 +176,34 @@ def _roomy(records, table):
     return np.minimum(np.maximum(np.ceil(records * 1.125), table.most), table.most * table.bucket).max(0)
 
 
+def test_adapters_that_have_gone_leave_no_trace_in_the_launches_of_others():
+    """One adapter of a high rank, or of few modules, makes all kernels others; not for longer than it is there."""
+    rows = singles([t % 7 for t in range(60)])
+
+    def shapes(book):
+        work = book.plan(rows, graph=True).work
+        return [(run.shape, len(run._records)) for group in work.layers[0].values() for run in group.runs]
+
+    book = filled(R16, 7)
+    alone, key = shapes(book), book.plan(rows, graph=True).key
+    for i, strange in enumerate([layout(64), layout(3, (Module.DOWN,)), layout(64)]):
+        book.add("strange", strange, range(5000, 5000 + strange.pages))
+        assert shapes(book) != alone, i
+        book.remove("strange")
+        assert shapes(book) == alone
+        assert book.plan(rows, graph=True).key == key, "graphs of before are found again"
+    for uid in range(7):
+        book.remove(uid)
+    strange = layout(64)
+    book.add("strange", strange, range(5000, 5000 + strange.pages))
+    assert book.plan(singles(["strange"] * 3), graph=True) is not None
+    book.remove("strange")
+    for uid in range(7):
+        book.add(uid, R16[0], range(uid * R16[0].pages, (uid + 1) * R16[0].pages))
+    assert shapes(book) == alone
+    assert book.plan(rows, graph=True).key == key
+
+
 def test_a_step_may_take_the_work_of_others_that_it_fits():
     book = filled(R16, 300)
     many = book.plan(singles(range(250)), graph=True)

@@ -1,5 +1,6 @@
 """Which launches ask Triton what to launch, and what the others hand over. Without Triton: its side is a stand-in."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,12 +40,14 @@ class Kernel:
         return launch
 
 
-@pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+@pytest.fixture(params=["before", "after"])
+def hooks(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Whoever wants to be told of launches."""
     told: list[object] = []
     driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}")
     chain, none = SimpleNamespace(calls=told), SimpleNamespace(calls=[])
+    if request.param == "after":
+        chain, none = none, chain
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
     monkeypatch.setattr(launcher, "_runtime", lambda: SimpleNamespace(launch_enter_hook=chain, launch_exit_hook=none))
     monkeypatch.setattr(launcher, "_is_known", lambda: True)
@@ -77,6 +80,37 @@ def test_whoever_watches_launches_is_told_of_all(hooks: list[object]) -> None:
     launch(own, 2, 2)
     assert [b for _, _, b, _ in kernel.asked] == [0, 1]
     assert len(kernel.forms[0].launched) == 1
+
+
+def test_what_is_compiled_for_whoever_watches_is_not_kept(hooks: list[object]) -> None:
+    """A profiler may have another kernel compiled, which must not be launched when it has gone."""
+    kernel = Kernel()
+    own = Launcher(kernel)
+    hooks.append(print)
+    launch(own, 2, 0)
+    instrumented, kernel.forms = kernel.forms[0], {}
+    hooks.clear()
+    for b in (1, 2):
+        launch(own, 2, b)
+    hooks.append(print)
+    kernel.forms = {0: instrumented}
+    launch(own, 2, 3)
+    hooks.clear()
+    launch(own, 2, 4)
+    assert instrumented.launched == []
+    assert [b for _, _, b, _ in kernel.asked] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"), [("3.6.0", True), ("3.6.1+git", True), ("3.7.0", False), ("3.60", False)]
+)
+def test_only_versions_that_were_read_are_launched_directly(
+    version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    launcher._is_known.cache_clear()
+    assert launcher._is_known() is is_known
+    launcher._is_known.cache_clear()
 
 
 def test_an_unknown_triton_is_asked_for_every_launch(hooks: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The paged LoRA kernels as the runs that the LoRA op executes. Knows launches; imports Triton when one is made.
+"""The paged LoRA kernels as the runs that the LoRA op executes. Knows launches; imports Triton when one is executed.
 
 Every launch may begin before the kernel before it has ended (programmatic dependent launch): it reads weights and
 records at once, which no kernel of a forward pass writes (resolve.py says why records are there), and waits before it
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -54,16 +55,12 @@ class DeviceTables:
 class PagedLaunch:
     """One launch of one kernel over `number` records from `first` on, good for every layer of a class."""
 
-    __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_options", "_records", "_tables", "_tile", "shape")
+    __slots__ = ("_constants", "_grid", "_launcher", "_options", "_records", "_tables", "_tile", "shape")
 
     def __init__(self, shape: LaunchShape, pool: PoolTiles, tables: DeviceTables, first: int, number: int) -> None:
-        from interleaf.kernels import mbgmm, mbgmv
-
         form, on_gpu = shape.form, tables.v.is_cuda
-        module = mbgmv if form.vector else mbgmm
         self.shape = shape
-        self._kernel = module.expand if shape.expand else module.shrink
-        self._launcher = Launcher(self._kernel)
+        self._launcher: Launcher | None = None
         self._records = tables.records[first : first + number]
         self._grid = (number, 1, 1)
         self._tables = tables
@@ -92,14 +89,23 @@ class PagedLaunch:
         if y.stride(1) != 1:
             raise ValueError(f"y must have its columns side by side, got strides {y.stride()}")
         row = y if self.shape.expand else x
-        # All else that a compiled form depends on is the same in every call.
-        kind = (row.dtype, row.data_ptr() % ALIGNMENT, row.stride(0) % ALIGNMENT, pool.data_ptr() % ALIGNMENT)
+        stride = row.stride(0)
+        # All else that a compiled form depends on is the same in every call; the pool's dtype is the row's.
+        kind = row.dtype, row.data_ptr() % ALIGNMENT, stride % ALIGNMENT, stride == 1, pool.data_ptr() % ALIGNMENT
+        if self._launcher is None:
+            self._launcher = Launcher(self._kernel())
         self._launcher.launch(kind, self._grid, self._arguments(row, pool, first), self._constants, self._options)
 
     def compile(self, x: Tensor, y: Tensor, pool: Tensor) -> None:
         """Have what `add` launches compiled, or read from Triton's cache; launch nothing."""
         arguments = self._arguments(y if self.shape.expand else x, pool, 0)
-        self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
+        self._kernel().warmup(*arguments, grid=self._grid, **self._constants, **self._options)
+
+    def _kernel(self) -> Any:
+        from interleaf.kernels import mbgmm, mbgmv
+
+        module = mbgmv if self.shape.form.vector else mbgmm
+        return module.expand if self.shape.expand else module.shrink
 
     def _arguments(self, row: Tensor, pool: Tensor, first: int) -> tuple[object, ...]:
         """What the kernel takes, but for constants.   Args: row: x of a shrink, y of an expand."""

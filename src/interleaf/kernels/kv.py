@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from interleaf.kernels.launcher import ALIGNMENT, Launcher
@@ -47,7 +48,7 @@ def rotate_and_append(qkv: Tensor, angles: RopeAngles, slots: Tensor, pool: Tens
     }
     options = {"num_warps": 4, **({"launch_pdl": True} if qkv.is_cuda else {})}
     addressed = (qkv, angles.cos, angles.sin, slots, pool, q)
-    kind = (qkv.dtype, *constants.values(), *(x.data_ptr() % ALIGNMENT for x in addressed))
+    kind = (qkv.device.index, qkv.dtype, *constants.values(), *(x.data_ptr() % ALIGNMENT for x in addressed))
     grid = (tokens, -(-all_heads // block_heads), 1)
     _launcher().launch(kind, grid, (*addressed[:5], layer, q), constants, options)
     return q
@@ -76,8 +77,11 @@ def _check(qkv: Tensor, angles: RopeAngles, slots: Tensor, pool: Tensor, layer: 
     for name, x, shape in (("cos", angles.cos, (tokens, 1, head_dim)), ("sin", angles.sin, (tokens, 1, head_dim // 2))):
         if x.shape != shape or not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous {list(shape)}, got {list(x.shape)} with strides {x.stride()}")
-    if slots.shape != (tokens,) or not slots.is_contiguous():
-        raise ValueError(f"slots must be contiguous [{tokens}], got {list(slots.shape)} with strides {slots.stride()}")
+    if slots.shape != (tokens,) or not slots.is_contiguous() or slots.dtype != torch.int64:
+        raise ValueError(
+            f"slots must be contiguous [{tokens}] int64, got {list(slots.shape)} {slots.dtype} with strides "
+            f"{slots.stride()}"
+        )
     if len({qkv.dtype, angles.cos.dtype, angles.sin.dtype, pool.dtype}) != 1:
         raise ValueError(
             f"qkv, angles and pool must have one dtype, got {qkv.dtype}, {angles.cos.dtype}, {angles.sin.dtype} and "

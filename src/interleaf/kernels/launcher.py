@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 _KNOWN_TRITON = ("3.6.",)
@@ -36,7 +35,7 @@ class _Form:
 
 
 class Launcher:
-    """The launches of one kernel from one place. Not for several devices in one process.
+    """The launches of one kernel from one place.
 
     Args: kernel: a `triton.jit` function whose compile-time arguments are its last.
     """
@@ -59,15 +58,16 @@ class Launcher:
 
         Args:
             kind: equal only for launches that Triton would compile alike: of equal constants and options, and whose
-                arguments are alike in dtype, in being a multiple of ALIGNMENT (addresses and those integers that the
-                kernel specialises on), and in being 1.
+                arguments are alike in device and dtype, in being a multiple of ALIGNMENT (addresses and those integers
+                that the kernel specialises on), and in being 1 (those integers).
             constants: of the compile-time parameters, all of them.
             options: `num_warps` and the like.
         """
         form = self._forms.get(kind)
         if form is None or _is_watched():
             compiled = self._kernel[grid](*arguments, **constants, **options)
-            if compiled is not None and _is_known():  # the interpreter compiles nothing
+            # The interpreter compiles nothing; and what is compiled for somebody who watches may be another kernel.
+            if form is None and compiled is not None and _is_known() and not _is_watched():
                 names = self._kernel.arg_names[len(arguments) :]
                 self._forms[kind] = _Form(
                     compiled.run,
@@ -92,7 +92,9 @@ class Launcher:
 
 @cache
 def _is_known() -> bool:
-    return metadata.version("triton").startswith(_KNOWN_TRITON)
+    import triton
+
+    return str(triton.__version__).startswith(_KNOWN_TRITON)
 
 
 @cache

@@ -104,6 +104,8 @@ class Residents:
         cut = self._layouts.get(layout)
         if cut is None:
             cut = self._take_layout(layout)
+        if not cut.users:
+            self._set = None
         cut.users += 1
         number = self._free.pop() if self._free else len(self._held)
         if number == len(self._held):
@@ -132,14 +134,19 @@ class Residents:
         assert held is not None
         cut, pages = held
         cut.users -= 1
+        if not cut.users:
+            self._set = None
         self._lists.take_back(int(self._page_firsts[number]), len(pages))
         self._held[number] = None
         self._free.append(number)
 
     def layouts(self) -> LayoutSet:
-        """The layouts in the pool, and perhaps a few that were: the same object until a new one comes."""
+        """The layouts in the pool: the same object until one comes or goes. If there is none, those that there were.
+
+        No others: what launches there are, and how fast, hangs on the highest rank, and on all that layouts share.
+        """
         if self._set is None:
-            cuts = list(self._layouts.values())
+            cuts = [cut for cut in self._layouts.values() if cut.users] or list(self._layouts.values())
             self._set = LayoutSet(cuts, self.pool, self.pieces, self._num_layers)
             numbers = {id(cut): i for i, cut in enumerate(cuts)}
             for number, held in enumerate(self._held):

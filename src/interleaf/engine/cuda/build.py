@@ -59,18 +59,26 @@ def pool_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype, device: t
 
 
 def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
-    """Memory that a step needs beside weights and pool: activations of the widest layer, sampling, tables, libraries.
+    """Memory that a step needs beside weights and pool: activations of the widest layer, once more for steps in pieces
+    with what leads from piece to piece, sampling, tables, libraries.
 
     Logits count twice, in a captured step and in one that is not; the table of pages too, by seats and as lists.
     """
     spec, rows, seats = shard.spec, config.max_batch_tokens, config.max_num_seqs
     qkv = (shard.heads.count + 2 * shard.kv_heads.count) * spec.head_dim
     activations = rows * (4 * spec.hidden_size + 2 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
+    graph_rows = mixed_graph_rows(config) * bool(config.max_graphs)
+    graphs = graph_rows * (6 * spec.hidden_size + 3 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
     logits = 2 * seats * spec.vocab_size * dtype.itemsize
     sampling = DeviceSampler.most_bytes(seats, spec.vocab_size, seats)
     longest = config.max_model_len or spec.max_position
     tables = 2 * (seats + 1) * (-(-longest // config.page_tokens) + 1) * torch.int32.itemsize
-    return activations + logits + sampling + tables + _LIBRARIES_BYTES
+    return activations + graphs + logits + sampling + tables + _LIBRARIES_BYTES
+
+
+def mixed_graph_rows(config: EngineConfig) -> int:
+    """Rows of steps with prompts that replay graphs, at most."""
+    return max(config.max_num_seqs, min(_MIXED_GRAPH_ROWS, config.max_batch_tokens))
 
 
 def build_runner(
@@ -97,7 +105,7 @@ def build_runner(
     geometry, spec = pool.geometry, model.spec
     _require_countable(pool, model.shard)
     device = CudaDevice(pool.data.device)
-    graph_rows = max(config.max_num_seqs, min(_MIXED_GRAPH_ROWS, config.max_batch_tokens))
+    graph_rows = mixed_graph_rows(config)
     swap = None
     if num_swap_slots:
         swap = HostPages(pool, registered("swap_memory", num_swap_slots * geometry.page_bytes))

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol, cast
 
 import torch
 
-_LEFT_BYTES = 2**28
-"""Of the device's memory, that graphs leave alone; twice as much after every time that it was not enough."""
+_LEFT_BYTES, _MOST_LEFT_BYTES = 2**28, 2**32
+"""Of the device's memory, that graphs leave alone; twice as much whenever that was not enough, up to the second."""
+_CUDA_OUT_OF_MEMORY = 2
 
 
 class Event(Protocol):
@@ -108,22 +110,47 @@ class CudaDevice:
     def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         # torch.cuda.graph would wait for the device and empty its caches first, which costs a running server steps.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._capture):
+        with torch.cuda.stream(self._capture), _no_collection():
             # Other threads may register slabs meanwhile: only this thread's calls are held to the rules of a capture.
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
                 result = run()
             except BaseException:
-                with suppress(RuntimeError):  # what is told is what broke the capture, not that it is broken
-                    graph.capture_end()
+                # What is told is what broke the capture, not that it is broken.
+                with suppress(RuntimeError):
+                    self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         return graph, result
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. If that fails, torch has not stopped taking memory for it; what others have stays theirs."""
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
+            self._anchor = self._anchored = None
+            if getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY:
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
 
     def reclaim(self) -> None:
         self._anchor = self._anchored = None  # their memory goes with the last graph that refers to it
-        self._left_bytes *= 2
+        self._left_bytes = min(2 * self._left_bytes, _MOST_LEFT_BYTES)
         torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: memory that the driver is told to let go of would break a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

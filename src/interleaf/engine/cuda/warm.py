@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from interleaf.adapters.image import layout_of
-from interleaf.core import AdapterUid, Chunk, Module, SamplingParams, SeatStart, StepPlan, StreamOrder
+from interleaf.core import AdapterUid, Chunk, Module, PooledLayout, SamplingParams, SeatStart, StepPlan, StreamOrder
 from interleaf.engine.cuda.runner import CudaRunner
 from interleaf.kernels.launch_shapes import CUT_RANKS
 from interleaf.memory.geometry import PageGeometry
@@ -23,9 +23,9 @@ _ROWS_PER_ADAPTER = (1, 2, 4, 8, 16, 64, 10**9)
 _COMMON_RANK = 16
 """Of the adapters for which steps of all sizes are captured: what most are trained with."""
 _DECODING = 32
-"""Rows that decode beside prompts with adapters."""
+"""Rows that decode beside prompts with adapters, where there are as many seats for others."""
 _PROMPT_TOKENS = 256
-_MIXED_ROWS = 64
+_MIXED_ROWS, _MOST_MIXED_ROWS = 64, 1024
 _SHORTEST_MODEL_LEN = 4
 
 
@@ -52,6 +52,7 @@ class WarmUp:
         self._max_model_len = max_model_len
         self._num_steps = 0
         self._seated: tuple[int, ...] = ()
+        self._uids: list[AdapterUid] = []  # known at the moment
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Do everything; the runner is then as new, but for its graphs and kernels.
@@ -69,69 +70,88 @@ class WarmUp:
         self._runner.warmed_up()
 
     def _parts(self) -> Iterator[Callable[[], None]]:
+        """Parts to be run in this order. Adapters are known to those between `_know` and `_forget` only, and those of
+        one rank at a time: what launches there are hangs on which ranks are in the pool.
+        """
         yield self._runner.warm_sampler
-        yield lambda: self._prefill([])
+        yield self._prefill
         capacities = self._runner.capacities
         for capacity in reversed(capacities):
             for params in (_GREEDY, _FILTERED):
-                yield lambda n=capacity, p=params: self._decode(n, [], p)  # type: ignore[misc]
-        mixed = range(_MIXED_ROWS, self._runner.mixed_graph_rows + 1, _MIXED_ROWS)
+                yield lambda n=capacity, p=params: self._decode(n, p)  # type: ignore[misc]
+        most = min(self._runner.mixed_graph_rows, _MOST_MIXED_ROWS)
+        mixed = sorted({*range(_MIXED_ROWS, most, _MIXED_ROWS), most} - {0}, reverse=True)
         for rows in mixed:
-            yield lambda n=rows: self._mixed(n, [], 0)  # type: ignore[misc]
+            yield lambda n=rows: self._mixed(n, 0)  # type: ignore[misc]
         yield self._lora_kernels
         for rank in _RANKS:
-            uids = self._adapters(rank, self._num_seats)
-            if uids:
-                yield lambda u=uids: self._prefill(u)  # type: ignore[misc]
-                for each in _ROWS_PER_ADAPTER:
-                    yield lambda u=uids, e=each: self._decode(self._num_seats, u, _GREEDY, e)  # type: ignore[misc]
-                if rank == _COMMON_RANK:
-                    for capacity in reversed(capacities):
-                        yield lambda n=capacity, u=uids: self._decode(n, u, _GREEDY)  # type: ignore[misc]
-                    for rows in mixed:
-                        yield lambda n=rows, u=uids: self._mixed(n, u, _DECODING)  # type: ignore[misc]
-                yield lambda u=uids: self._runner.forget_adapters(u)  # type: ignore[misc]
+            if not self._fits(rank):
+                continue
+            yield lambda r=rank: self._know(r, self._num_seats)  # type: ignore[misc]
+            yield self._prefill
+            for each in _ROWS_PER_ADAPTER:
+                yield lambda e=each: self._decode(self._num_seats, _GREEDY, e)  # type: ignore[misc]
+            if rank == _COMMON_RANK:
+                for capacity in reversed(capacities):
+                    yield lambda n=capacity: self._decode(n, _GREEDY)  # type: ignore[misc]
+                for rows in mixed:
+                    yield lambda n=rows: self._mixed(n, min(_DECODING, self._num_seats // 2, n - 1))  # type: ignore[misc]
+            yield self._forget
 
     def _lora_kernels(self) -> None:
         """All kernels, for whatever adapters come: a rank that is met for the first time must hold up no step."""
-        uids = [uid for rank in CUT_RANKS for uid in self._adapters(rank, 1)]
+        for rank in CUT_RANKS:
+            if self._fits(rank):
+                self._know(rank, 1)
         self._runner.warm_lora()
-        self._runner.forget_adapters(uids)
+        self._forget()
 
-    def _adapters(self, rank: int, count: int) -> list[AdapterUid]:
-        """So many adapters of that rank, in all modules. They share pages, all of zeros; none if those are too few."""
+    def _layout(self, rank: int) -> PooledLayout:
         ranks = {(layer, module): rank for layer in range(self._geometry.num_layers) for module in Module}
-        layout = layout_of(ranks, self._shard, self._geometry, StreamOrder.TILES)
-        if layout.pages > self._num_pages:
-            return []
+        return layout_of(ranks, self._shard, self._geometry, StreamOrder.TILES)
+
+    def _fits(self, rank: int) -> bool:
+        return self._layout(rank).pages <= self._num_pages
+
+    def _know(self, rank: int, count: int) -> None:
+        """So many adapters of that rank, in all modules. They share pages, all of zeros."""
+        layout = self._layout(rank)
         uids = [AdapterUid(f"warm-up {rank} {i}") for i in range(count)]
         self._runner.know_adapters(dict.fromkeys(uids, (layout, range(layout.pages))))
-        return uids
+        self._uids += uids
 
-    def _prefill(self, uids: Sequence[AdapterUid]) -> None:
+    def _forget(self) -> None:
+        self._runner.forget_adapters(self._uids)
+        self._uids = []
+
+    def _of_rows(self, count: int, each: int) -> list[AdapterUid | None]:
+        """Adapters of so many sequences, as many having one as `each`; none if none are known."""
+        return [self._uids[i // each] if self._uids else None for i in range(count)]
+
+    def _prefill(self) -> None:
         """One step as large as steps may be, which also takes the memory that such a step needs."""
         length = min(_PROMPT_TOKENS, self._max_model_len - 1, self._max_rows)
         count = max(1, min(self._num_seats, self._max_rows // length))
-        self._start(count, length, [uids[i // 2] if uids else None for i in range(count)], _GREEDY)
+        self._start(count, length, self._of_rows(count, 2), _GREEDY)
 
-    def _mixed(self, rows: int, uids: Sequence[AdapterUid], decoding: int) -> None:
+    def _mixed(self, rows: int, decoding: int) -> None:
         """Twice a step of so many rows, prompts and those that decode: once launched kernel by kernel, once in pieces.
 
-        Every sequence has an adapter of its own, if there are adapters.
+        Every sequence has an adapter of its own.
         """
         tokens = rows - decoding
         count = -(-tokens // (self._max_model_len - 1))
         if decoding + count > self._num_seats:
             return
-        adapters: Sequence[AdapterUid | None] = uids or [None] * self._num_seats
+        adapters = self._of_rows(decoding + count, 1)
         for _ in range(2):
             if decoding:
                 self._start(decoding, 1, adapters, _GREEDY)
             self._start(count, tokens // count, adapters, _GREEDY, beside=decoding)
 
-    def _decode(self, count: int, uids: Sequence[AdapterUid], params: SamplingParams, each: int = 1) -> None:
+    def _decode(self, count: int, params: SamplingParams, each: int = 1) -> None:
         """Twice the same decode step: once launched kernel by kernel, once captured and replayed."""
-        self._start(count, 1, [uids[i // each] if uids else None for i in range(count)], params)
+        self._start(count, 1, self._of_rows(count, each), params)
         for _ in range(2):
             self._launch(StepPlan(self._num_steps, decode=tuple(range(count))))
 
