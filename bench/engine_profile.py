@@ -40,7 +40,9 @@ _GROUPS = (  # the first that matches
 )
 _FIRST_OF_LAYER = "rotary + append"
 _STEP = "bench step "
-_SETTLE_TURNS = 6
+_SETTLE_TURNS = 40
+"""Steps until those to be profiled: what steps like them lacked has been captured by then."""
+_TURNS_BETWEEN = 6
 _MIXED_TIMES = 3
 """A mixed step is met so often: the last one replays what the first ones had captured, if steps like it do."""
 _PATIENCE_TURNS = 400
@@ -224,7 +226,7 @@ def profile(
             open_ids += [submit(prompt, i, 2) for i, prompt in enumerate(prompts[begin : begin + num_prompts])]
             first = len(log.plans)
             _turn_until(engine, lambda n=first: any(p.chunks and p.decode for p in log.plans[n:]), "a mixed step")  # type: ignore[misc]
-            for _ in range(_SETTLE_TURNS):
+            for _ in range(_TURNS_BETWEEN):
                 client.poll()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
