@@ -219,6 +219,13 @@ def test_a_step_may_take_the_work_of_others_that_it_fits():
     real = step._table.tasks[step._table.tasks[:, 6] > 0]
     assert len(real)
     assert step._table.rows.tolist() == own._table.rows.tolist()
+    again = book.stand_in(list(rows), lambda key: key == many.key)
+    assert (again[0] is step, again[1]) == (True, extra_s), "nothing is made anew for the same rows"
+    others = singles([t // 2 for t in range(249)])
+    assert book.stand_in(others, lambda key: key == many.key)[0] is not step
+    pages = range(100_000, 100_000 + R16[0].pages)
+    book.add("new", R16[0], pages)
+    assert book.stand_in(others, lambda key: key == many.key)[0] is not step
     assert book.stand_in(rows, lambda key: key == few.key) is None, "records for one adapter do not do for 125"
     assert book.stand_in(rows, lambda key: False) is None
     assert book.stand_in([(None, 0, 5)], lambda key: True) is None

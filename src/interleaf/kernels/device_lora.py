@@ -97,6 +97,7 @@ class DeviceLora:
         self._staging = Staging(self._device, self._table_ints(max_rows, len(LoraGroup)))
         self._tables: StepTables | None = None
         self._latest: dict[bool, tuple[Sequence[Segment], LoraStep | None]] = {}
+        self._latest_stand_in: tuple[Sequence[Segment], LoraStep, float] | None = None
 
     def add(self, uid: Hashable, layout: PooledLayout, pages: Sequence[int]) -> None:
         """An adapter lies in these pages, in the order of its stream, or will before a step that uses it computes.
@@ -105,7 +106,7 @@ class DeviceLora:
         Raises: ValueError: the adapter is there already, or layout and pages contradict each other or the pool.
         """
         moved = self._residents.add(uid, layout, pages)
-        self._latest.clear()
+        self._forget_latest()
         if moved:
             self._families.clear()
             self._tables = None
@@ -116,7 +117,7 @@ class DeviceLora:
         Raises: ValueError: it is not there.
         """
         self._residents.remove(uid)
-        self._latest.clear()
+        self._forget_latest()
 
     def plan(self, rows: Sequence[Segment], *, graph: bool) -> LoraStep | None:
         """What the rows of a step need from adapters; None if none has one.
@@ -151,7 +152,11 @@ class DeviceLora:
 
         Returns: the step, and the seconds that it takes longer, as far as is known; None: no such work is fit for it.
         """
-        members, end = self._residents.members(rows if isinstance(rows, SingleRows) else tuple(rows))
+        segments = rows if isinstance(rows, SingleRows) else tuple(rows)
+        latest = self._latest_stand_in
+        if latest is not None and latest[0] == segments and latest[1].key is not None and has_graph(latest[1].key):
+            return latest[1:]
+        members, end = self._residents.members(segments)
         if members is None:
             return None
         table, family = self._family(end)
@@ -162,7 +167,9 @@ class DeviceLora:
         if found is None:
             return None
         mould, extra_us = found
-        return self._cast_step(members, table, mould, casts[mould]), extra_us * self._num_layers / 1e6
+        step, extra_s = self._cast_step(members, table, mould, casts[mould]), extra_us * self._num_layers / 1e6
+        self._latest_stand_in = segments, step, extra_s
+        return step, extra_s
 
     def warm(self, pool: torch.Tensor) -> int:
         """Compile, or load from Triton's cache, every launch that any adapters may need.
@@ -194,6 +201,10 @@ class DeviceLora:
     def fill(self, tables: StepTables, table: StepTable) -> None:
         """See LoraStep.upload."""
         tables.fill(table, self._staging, self._residents.pieces.data)
+
+    def _forget_latest(self) -> None:
+        self._latest.clear()
+        self._latest_stand_in = None
 
     # --- steps for graphs
 
