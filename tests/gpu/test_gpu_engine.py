@@ -193,11 +193,17 @@ def test_a_step_replays_what_was_captured_for_other_adapters_while_that_is_cheap
         return made[0]
 
     parts = on_host_device(build_engine(folder, config()), lora=lora)
+    charged = []
     if extra_s is not None:
         parts.runner.warmed_up()
+        for graphs in (parts.runner._forward._graphs, parts.runner._forward._mixed_graphs):
+            does_without = graphs.does_without
+            graphs.does_without = lambda key, s, g=graphs, d=does_without: charged.append((key, key in g)) or d(key, s)
     found, _ = answers(parts, wanted)
     assert_same(found, expected)
     stats = parts.runner.stats()
+    assert not any(has_graph for _, has_graph in charged), "what is charged is the key that has none"
+    assert len(parts.runner._pace._launches_s) == 32
     if extra_s is None:
         assert made[0].num_asked == stats.num_stand_ins == 0
     elif extra_s == 1.0:

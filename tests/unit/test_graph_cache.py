@@ -81,3 +81,33 @@ def test_accounts_of_keys_that_are_not_met_again_are_dropped(monkeypatch):
     assert len(cache._owed_s) == 3
     assert cache.does_without(("often",), half)
     assert not cache.does_without(("often",), half)
+
+
+def test_a_key_for_which_there_is_no_memory_does_without_until_it_is_tried_again():
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
+    tried = []
+
+    def refuse():
+        tried.append(True)
+        raise torch.OutOfMemoryError
+
+    small = graphs._CAPTURE_S / 4
+    without = 0
+    for _ in range(2000):
+        if cache.does_without(("a",), small):
+            without += 1
+        elif cache.is_due(("a",)):
+            cache.keep(("a",), refuse)
+    assert without > 1980
+    assert len(tried) == 6  # after 64 meetings, 128, 256, 512, 1,024
+
+
+def test_a_key_that_was_captured_begins_a_new_account():
+    cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=1)
+    most = graphs._CAPTURE_S * 0.9
+    assert cache.does_without(("a",), most)
+    assert not cache.does_without(("a",), most)
+    cache.keep(("a",), lambda: "a")
+    cache.keep(("b",), lambda: "b")
+    assert ("a",) not in cache
+    assert cache.does_without(("a",), most)

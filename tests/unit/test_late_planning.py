@@ -67,6 +67,18 @@ def test_nor_without_a_seat_for_whoever_came() -> None:
     assert spare_after_a_step("a", "b", max_num_seqs=2)[1] == 0
 
 
+def test_nor_while_prompts_fill_the_steps() -> None:
+    system = FakeSystem(max_batch_tokens=4)
+    system.runner.spare = 0.5
+    params = SamplingParams(max_tokens=20)
+    system.engine.submit(Request(id="long", prompt_token_ids=(1,) * 13, params=params), frozenset(), seed=1)
+    spared = []
+    for _ in range(6):
+        system.engine.step()
+        spared.append(system.engine.spare_s)
+    assert spared == [0, 0, 0, 0.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize(("running", "spare_s"), [(1, 0.5), (2, 0.5), (3, 0.0)])
 def test_nor_where_prompts_wait_for_a_group_of_seats(running: int, spare_s: float) -> None:
     assert spare_after_a_step(*"abcd"[:running], max_num_seqs=4, refill_seats=2)[1] == spare_s
@@ -89,9 +101,11 @@ class Rooms:
         self.calls: list[object] = []
         self.spare_s, self.has_work, self.has_backlog, self.messages = spare_s, True, False, messages
         self._endpoint = self._client = self
+        self._stopping = self.stops = False
 
     def wait(self, seconds: float) -> None:
         self.calls.append(("wait", seconds))
+        self._stopping = self.stops
 
     def receive(self) -> list[tuple[str, bytes]]:
         return self.messages
@@ -122,3 +136,10 @@ def test_the_process_takes_what_comes_in_the_time_to_spare_into_its_next_step(sp
     EngineServer.turn(rooms)  # type: ignore[arg-type]
     waited = [("wait", spare_s)] if spare_s >= process._SHORTEST_WAIT_S else []
     assert rooms.calls == [*waited, b"a request", "step", ["token"], "flush"]
+
+
+def test_a_process_that_is_stopped_while_it_waits_begins_no_step() -> None:
+    rooms = Rooms(0.004, [("peer", b"a request")])
+    rooms.stops = True
+    EngineServer.turn(rooms)  # type: ignore[arg-type]
+    assert rooms.calls == [("wait", 0.004)]

@@ -169,8 +169,11 @@ class Entrance:
 
     @property
     def would_start_at_once(self) -> bool:
-        """Whether nobody waits, and who came now would start in the next step, as far as seats decide that."""
-        return not len(self) and self._seats.num_free > 0 and self._held_by() is None
+        """Whether nobody waits, and who came now would start in the next step, as far as seats and tokens decide that.
+
+        Prompts that one step was too small for leave no room in the next one.
+        """
+        return not len(self) and not self._seats.prefilling and self._seats.num_free > 0 and self._held_by() is None
 
     @property
     def _group(self) -> int:

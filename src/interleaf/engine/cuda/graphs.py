@@ -63,7 +63,8 @@ class GraphCache(Generic[Captured]):
     """What has been captured, the least recently used leaving first.
 
     A key is captured when it is met for the second time: the first step of a key runs kernel by kernel, which also
-    compiles what is not compiled yet, and many a rare key never comes again.
+    compiles what is not compiled yet, and many a rare key never comes again. Where the graph of another key will do, it
+    is met only when that has cost enough (`does_without`).
 
     Args:
         max_graphs: kept at most.
@@ -106,8 +107,11 @@ class GraphCache(Generic[Captured]):
     def does_without(self, key: Key, extra_s: float) -> bool:
         """Whether a step of a key that has no graph had better replay another's, which takes so much longer.
 
-        It is counted that it does, if so.
+        It is counted that it does, if so. One for which there was no memory does so until it is tried again.
         """
+        refusal = self._refused.get(key)
+        if refusal is not None:
+            return refusal.spares()
         owed_s = self._owed_s.get(key, 0.0) + extra_s
         if owed_s > _CAPTURE_S:
             return False
@@ -146,6 +150,7 @@ class GraphCache(Generic[Captured]):
         finally:
             self.capture_seconds += time.perf_counter() - began
         self._refused.pop(key, None)
+        self._owed_s.pop(key, None)
         while len(self._graphs) > self._max_graphs:
             self._graphs.popitem(last=False)
         self.num_captures += 1

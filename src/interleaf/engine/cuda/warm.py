@@ -70,8 +70,8 @@ class WarmUp:
         self._runner.warmed_up()
 
     def _parts(self) -> Iterator[Callable[[], None]]:
-        """Parts to be run in this order. Adapters are known to those between `_know` and `_forget` only, and those of
-        one rank at a time: what launches there are hangs on which ranks are in the pool.
+        """Parts to be run in this order. Adapters are known to those between `_know` and `_forget` only, and to steps
+        those of one rank at a time: what launches there are hangs on which ranks are in the pool.
         """
         yield self._runner.warm_sampler
         yield self._prefill
