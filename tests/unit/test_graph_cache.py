@@ -6,6 +6,17 @@ from interleaf.engine.cuda import graphs
 from interleaf.engine.cuda.graphs import GraphCache
 
 
+class Refusing:
+    """A capture for which there never is memory."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self):
+        self.times += 1
+        raise torch.OutOfMemoryError
+
+
 def test_the_last_graph_leaves_only_when_there_is_another():
     """Graphs share memory that torch gives up with the last of them, and then captures no more into."""
     cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=1)
@@ -27,20 +38,15 @@ def test_the_least_recently_used_leaves_first():
 
 def test_a_key_for_which_there_was_no_memory_is_tried_again_ever_more_rarely():
     cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
-    tried = []
-
-    def refuse():
-        tried.append(True)
-        raise torch.OutOfMemoryError
-
+    refuse = Refusing()
     assert cache.keep(("a",), refuse) is None
     assert cache.keep(("a",), refuse) is None
-    assert len(tried) == 1
+    assert refuse.times == 1
     assert (len(cache), cache.num_captures) == (0, 0)
     assert cache.keep(("b",), lambda: "b") == "b"
     for _ in range(300):
         cache.keep(("a",), refuse)
-    assert len(tried) == 3  # after 64 meetings, and after 128 more
+    assert refuse.times == 3  # after 64 meetings, and after 128 more
     found = [cache.keep(("a",), lambda: "a") for _ in range(300)]
     assert found[-1] == "a"
 
@@ -85,12 +91,7 @@ def test_accounts_of_keys_that_are_not_met_again_are_dropped(monkeypatch):
 
 def test_a_key_for_which_there_is_no_memory_does_without_until_it_is_tried_again():
     cache: GraphCache[str] = GraphCache(max_rows=4, max_graphs=2)
-    tried = []
-
-    def refuse():
-        tried.append(True)
-        raise torch.OutOfMemoryError
-
+    refuse = Refusing()
     small = graphs._CAPTURE_S / 4
     without = 0
     for _ in range(2000):
@@ -99,7 +100,7 @@ def test_a_key_for_which_there_is_no_memory_does_without_until_it_is_tried_again
         elif cache.is_due(("a",)):
             cache.keep(("a",), refuse)
     assert without > 1980
-    assert len(tried) == 6  # after 64 meetings, 128, 256, 512, 1,024
+    assert refuse.times == 6  # after 64 meetings, 128, 256, 512, 1,024
 
 
 def test_a_key_that_was_captured_begins_a_new_account():
