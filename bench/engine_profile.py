@@ -221,8 +221,7 @@ def profile(
         engine.recording.annotate = _annotation
         for _ in range(num_steps + 1):
             client.poll()
-        for time in range(_MIXED_TIMES):
-            begin = rows + time * num_prompts
+        for begin in range(rows, len(prompts), num_prompts):
             open_ids += [submit(prompt, i, 2) for i, prompt in enumerate(prompts[begin : begin + num_prompts])]
             first = len(log.plans)
             _turn_until(engine, lambda n=first: any(p.chunks and p.decode for p in log.plans[n:]), "a mixed step")  # type: ignore[misc]

@@ -1,10 +1,13 @@
 """What a GPU's pool leaves room for, and how large it may be; no GPU is asked."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from interleaf.config import EngineConfig
 from interleaf.engine.cuda.build import _require_countable, step_bytes
+from interleaf.engine.cuda.pieces import PiecewiseForward
 from interleaf.engine.device_sampler import DeviceSampler
 from interleaf.errors import ConfigError
 from interleaf.memory.geometry import PageGeometry
@@ -32,6 +35,21 @@ def test_a_step_has_room_for_seats_that_all_are_penalised_and_ask_for_logprobs(s
 def test_tables_of_pages_are_counted(shard):
     large, small = (step_bytes(config(page_tokens=n), shard, torch.bfloat16) for n in (16, 1))
     assert small - large == 2 * 65 * (64 - 4) * 4
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(512, 512), (8192, 1024), (64, 64)])
+def test_what_leads_from_piece_to_piece_is_counted_and_a_small_step_s_activations(shard, tokens, rows):
+    with_graphs, without = (
+        step_bytes(config(max_batch_tokens=tokens, max_graphs=n), shard, torch.bfloat16) for n in (256, 0)
+    )
+    device = SimpleNamespace(torch_device=torch.device("cpu"))
+    model = SimpleNamespace(dtype=torch.bfloat16, shard=shard, spec=shard.spec)
+    pieces = PiecewiseForward(device, model, torch.empty(0), rows)
+    wide = (pieces._qkv, pieces._o, pieces._h, pieces._y)
+    one_more, as_before = (
+        step_bytes(config(max_batch_tokens=n, max_graphs=0), shard, torch.bfloat16) for n in (8193, 8192)
+    )
+    assert with_graphs - without == sum(x.nbytes for x in wide) + rows * (one_more - as_before)
 
 
 class Pool:

@@ -13,6 +13,7 @@ from interleaf.config import EngineConfig
 from interleaf.core import AdapterUid
 from interleaf.engine.cuda.device import CudaDevice
 from interleaf.engine.cuda.host_memory import registered
+from interleaf.engine.cuda.pieces import SMALL_STEP_ROWS
 from interleaf.engine.cuda.runner import CudaRunner
 from interleaf.engine.cuda.warm import WarmUp
 from interleaf.engine.device_sampler import DeviceSampler
@@ -25,8 +26,6 @@ from interleaf.parallel.shard import Shard
 
 _LIBRARIES_BYTES = 3 * 2**29
 """Work space of cuBLAS and of attention, kernels' code, captured graphs: 1.5 GiB."""
-_MIXED_GRAPH_ROWS = 1024
-"""Of a step with prompts that replays graphs, unless seats are more: above, the GPU takes longer than the host."""
 
 
 def require_gpu(name: str) -> torch.device:
@@ -65,10 +64,12 @@ def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
     Logits count twice, in a captured step and in one that is not; the table of pages too, by seats and as lists.
     """
     spec, rows, seats = shard.spec, config.max_batch_tokens, config.max_num_seqs
-    qkv = (shard.heads.count + 2 * shard.kv_heads.count) * spec.head_dim
-    activations = rows * (4 * spec.hidden_size + 2 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
-    graph_rows = mixed_graph_rows(config) * bool(config.max_graphs)
-    graphs = graph_rows * (6 * spec.hidden_size + 3 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
+    o = shard.heads.count * spec.head_dim
+    qkv = o + 2 * shard.kv_heads.count * spec.head_dim
+    row_bytes = (4 * spec.hidden_size + 2 * qkv + 3 * shard.intermediate.count) * dtype.itemsize
+    activations = rows * row_bytes
+    graph_rows = mixed_graph_rows(config) if config.max_graphs else 0
+    graphs = graph_rows * (row_bytes + (2 * spec.hidden_size + qkv + o) * dtype.itemsize)
     logits = 2 * seats * spec.vocab_size * dtype.itemsize
     sampling = DeviceSampler.most_bytes(seats, spec.vocab_size, seats)
     longest = config.max_model_len or spec.max_position
@@ -77,8 +78,8 @@ def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
 
 
 def mixed_graph_rows(config: EngineConfig) -> int:
-    """Rows of steps with prompts that replay graphs, at most."""
-    return max(config.max_num_seqs, min(_MIXED_GRAPH_ROWS, config.max_batch_tokens))
+    """Rows of steps with prompts that replay graphs, at most: as many as seats, or as there are in a small step."""
+    return max(config.max_num_seqs, min(SMALL_STEP_ROWS, config.max_batch_tokens))
 
 
 def build_runner(

@@ -190,12 +190,12 @@ class StepForward:
 
     def _mixed(self, plan: StepPlan) -> Sampled:
         rows = self._inputs.rows(plan, self._staging)
-        in_pieces = self._mixed_graphs is not None and plan.num_tokens <= self._pieces.max_rows
-        if self._mixed_graphs is None or not in_pieces:
+        graphs = self._mixed_graphs if plan.num_tokens <= self.mixed_graph_rows else None
+        capacity = 0 if graphs is None else self._pieces.capacity(plan.num_tokens)
+        if graphs is None:
             lora = self._lora.plan(rows.segments, graph=False)
         else:
-            capacity = self._pieces.capacity(plan.num_tokens)
-            lora = self._lora_for(self._mixed_graphs, rows.segments, lambda work: _pieces_key(capacity, work))
+            lora = self._lora_for(graphs, rows.segments, lambda work: ("pieces", capacity, work))
         kind = self._sampler.kind(plan.sampled_seats)
         self._sampler.flush()
         self.send()
@@ -204,14 +204,14 @@ class StepForward:
             lora.upload()
         work = None if lora is None else lora.work
         token_ids = self._token_ids(rows)
-        if in_pieces:
+        if graphs is not None:
 
             def run(pieces: Pieces) -> torch.Tensor:
                 return self._pieces.run(pieces, token_ids, rows.device.positions, attention, rows.sampled)
 
             logits = self._with_memory(
-                lambda: run(self._pieces_of(plan.num_tokens, lora)),
-                lambda: run(self._pieces.uncaptured(self._pieces.capacity(plan.num_tokens), work)),
+                lambda: run(self._pieces_of(graphs, capacity, lora)),
+                lambda: run(self._pieces.uncaptured(capacity, work)),
             )
         else:
             logits = self._kernel_by_kernel(
@@ -223,11 +223,8 @@ class StepForward:
             return None, self._sampler.sample_outside(logits, plan.sampled_seats, rows.sampled_seats)
         return self._sampler.choose(logits, rows.sampled_seats, kind), None
 
-    def _pieces_of(self, num_rows: int, lora: LoraStep | None) -> Pieces:
-        graphs = self._mixed_graphs
-        assert graphs is not None
-        capacity = self._pieces.capacity(num_rows)
-        key = _pieces_key(capacity, _lora_key(lora))
+    def _pieces_of(self, graphs: GraphCache[Pieces], capacity: int, lora: LoraStep | None) -> Pieces:
+        key = ("pieces", capacity, _lora_key(lora))
         work = None if lora is None else lora.work
         captured = graphs.find(key)
         if captured is None and graphs.is_due(key):
@@ -253,10 +250,6 @@ class StepForward:
     def _token_ids(self, rows: Rows) -> torch.Tensor:
         last = self._sampler.last_token.index_select(0, rows.seats[: rows.device.num_decode])
         return last if rows.chunk_tokens is None else torch.cat([last, rows.chunk_tokens])
-
-
-def _pieces_key(capacity: int, work: Hashable) -> Key:
-    return "pieces", capacity, work
 
 
 def _lora_key(lora: LoraStep | None) -> Hashable:

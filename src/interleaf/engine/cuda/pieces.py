@@ -23,8 +23,10 @@ from interleaf.kernels import LoraWork
 from interleaf.kernels.rotary import RopeAngles
 from interleaf.model.transformer import Transformer
 
-_STEP = 64
+ROWS_STEP = 64
 """Rows by which capacities grow: a product takes as long for all numbers of rows in between."""
+SMALL_STEP_ROWS = 1024
+"""Of a step that is worth running in pieces: above, the GPU takes longer than the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class PiecewiseForward:
 
     def capacity(self, num_rows: int) -> int:
         """Rows of the pieces that take so many."""
-        return min(-(-num_rows // _STEP) * _STEP, self.max_rows)
+        return min(-(-num_rows // ROWS_STEP) * ROWS_STEP, self.max_rows)
 
     def capture(self, capacity: int, lora: LoraWork | None) -> Pieces:
         """Capture the pieces of a step. Everything they launch must have been compiled."""

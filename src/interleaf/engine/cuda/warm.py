@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from interleaf.adapters.image import layout_of
 from interleaf.core import AdapterUid, Chunk, Module, PooledLayout, SamplingParams, SeatStart, StepPlan, StreamOrder
+from interleaf.engine.cuda.pieces import ROWS_STEP, SMALL_STEP_ROWS
 from interleaf.engine.cuda.runner import CudaRunner
 from interleaf.kernels.launch_shapes import CUT_RANKS
 from interleaf.memory.geometry import PageGeometry
@@ -25,7 +26,6 @@ _COMMON_RANK = 16
 _DECODING = 32
 """Rows that decode beside prompts with adapters, where there are as many seats for others."""
 _PROMPT_TOKENS = 256
-_MIXED_ROWS, _MOST_MIXED_ROWS = 64, 1024
 _SHORTEST_MODEL_LEN = 4
 
 
@@ -79,8 +79,8 @@ class WarmUp:
         for capacity in reversed(capacities):
             for params in (_GREEDY, _FILTERED):
                 yield lambda n=capacity, p=params: self._decode(n, p)  # type: ignore[misc]
-        most = min(self._runner.mixed_graph_rows, _MOST_MIXED_ROWS)
-        mixed = sorted({*range(_MIXED_ROWS, most, _MIXED_ROWS), most} - {0}, reverse=True)
+        most = min(self._runner.mixed_graph_rows, SMALL_STEP_ROWS)
+        mixed = sorted({*range(ROWS_STEP, most, ROWS_STEP), most} - {0}, reverse=True)
         for rows in mixed:
             yield lambda n=rows: self._mixed(n, 0)  # type: ignore[misc]
         yield self._lora_kernels
