@@ -164,9 +164,33 @@ def test_graphs_of_many_rows_are_planned_once_and_of_few_before_every_step(fa2):
     ]
 
 
+# Microseconds of a layer of attention of an 8B model on an H200, split and not: docs/benchmarks/h200/engine.md.
+MEASURED_CHUNKS = [
+    (216, 216, 31.2, 17.6),
+    (400, 400, 52.7, 26.5),
+    (512, 512, 62.2, 30.4),
+    (64, 512, 18.5, 29.2),
+    (64, 1024, 19.0, 52.9),
+    (256, 1024, 41.1, 53.8),
+    (512, 1024, 74.2, 54.1),
+    (16, 2048, 13.1, 45.0),
+    (64, 2048, 20.4, 100.2),
+    (512, 2048, 98.4, 101.3),
+    (16, 4096, 15.5, 85.8),
+    (64, 4096, 26.5, 193.0),
+    (512, 4096, 146.2, 196.1),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "longest", "split_us", "unsplit_us"), MEASURED_CHUNKS)
+def test_chunks_are_split_where_that_was_faster(num_rows, longest, split_us, unsplit_us):
+    assert flashinfer._chunks_pay_a_split(longest, num_rows) == (split_us < unsplit_us)
+
+
 @pytest.mark.parametrize("longest", [0, 21, 10**9])
 def test_chunks_are_split_where_a_sequence_is_long(fa2, monkeypatch, longest):
     monkeypatch.setattr(flashinfer, "_UNSPLIT_TOKENS", longest)
+    monkeypatch.setattr(flashinfer, "_UNSPLIT_TOKENS_PER_ROW", 0)
     them = sequences(num_seats=8)
     them.fill(0, 40)
     for decode, chunks, tokens in (

@@ -36,8 +36,10 @@ from interleaf.memory.pool import PagePool
 _GRAPH_PLAN_BYTES = 2**18
 _BLOCKS_PER_SM = 2
 """FlashInfer splits sequences until so many programs per multiprocessor have work."""
-_UNSPLIT_TOKENS = 1024
-"""Chunks whose sequences are no longer are not split: merging the parts of 216 rows takes 19 us, their attention 10."""
+_UNSPLIT_TOKENS, _UNSPLIT_TOKENS_PER_ROW = 160, 2.5
+"""Sequences of chunks are split where one is longer than both allow together: a long sequence takes its time alone, and
+merging the parts takes time for each row. (Figures in docs/benchmarks/h200/engine.md.)
+"""
 _TILES = (16, 64, 128)
 _LARGEST_TILE = _TILES[-1]
 """Queries that a program takes at a time: rows times query heads per KV head."""
@@ -100,7 +102,7 @@ class FlashInferPaged:
             launches.append(lists.launch(0, n, _ALL, self._decode_plan, plan))
         if n < s:
             starts = _starts(rows.host_q_lens[n:])
-            split = int(rows.host_kv_lens[n:].max()) > _UNSPLIT_TOKENS
+            split = _chunks_pay_a_split(int(rows.host_kv_lens[n:].max()), int(starts[-1]))
             plan = self._plan(starts, pages[n:], self._chunk_plan, causal=True, graph=False, split=split)
             launches.append(lists.launch(n, int(starts[-1]), _CAUSAL, self._chunk_plan, plan))
         lists.fill()
@@ -327,6 +329,11 @@ class FlashInferStep:
                 0,
             )
         return out.view(len(q), -1)
+
+
+def _chunks_pay_a_split(longest: int, num_rows: int) -> bool:
+    """Args: tokens of the longest sequence; rows of all chunks of the step."""
+    return longest > _UNSPLIT_TOKENS + _UNSPLIT_TOKENS_PER_ROW * num_rows
 
 
 def _multiprocessors(device: torch.device) -> int:
