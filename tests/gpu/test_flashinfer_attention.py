@@ -184,7 +184,9 @@ MEASURED_CHUNKS = [
 
 @pytest.mark.parametrize(("num_rows", "longest", "split_us", "unsplit_us"), MEASURED_CHUNKS)
 def test_chunks_are_split_where_that_was_faster(num_rows, longest, split_us, unsplit_us):
-    assert flashinfer._chunks_pay_a_split(longest, num_rows) == (split_us < unsplit_us)
+    assert flashinfer._chunks_pay_a_split(longest, num_rows, -1) == (split_us < unsplit_us)
+    seen = longest - num_rows
+    assert flashinfer._chunks_pay_a_split(10**6, num_rows, seen) == (split_us < unsplit_us), "a window hides the rest"
 
 
 @pytest.mark.parametrize("longest", [0, 21, 10**9])

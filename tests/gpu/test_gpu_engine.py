@@ -25,15 +25,22 @@ from interleaf.kernels.device_lora import DeviceLora  # noqa: E402
 from interleaf.memory.eviction import PageCosts  # noqa: E402
 from tests.support.host_device import HostDevice  # noqa: E402
 from tests.support.host_runner import HostLora, on_host_device  # noqa: E402
+from tests.support.peft_adapters import ALL, Recipe, save_adapter  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_model  # noqa: E402
 
-ADAPTERS = {f"a{r}": f"dummy:r={r},targets=all,seed={r}" for r in (1, 4, 9)}
+RANKS = (1, 4, 9)
+ADAPTERS = {f"a{rank}": "" for rank in RANKS}
+"""Names, and where `folder` puts them. So strong that no greedy answer is the base model's."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    make_model("llama3").save_pretrained(folder)
+    model = make_model("llama3")
+    for rank in RANKS:
+        recipe = Recipe({"r": rank, "target_modules": list(ALL)}, strength=0.5)
+        ADAPTERS[f"a{rank}"] = str(save_adapter(model, recipe, folder / f"a{rank}", seed=rank))
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -90,21 +97,28 @@ def with_kernels(parts):
     )
 
 
-def answers(parts, wanted):
+def answers(parts, wanted, turns_between=0):
     client = InProcessClient(parts)
     for name, source in ADAPTERS.items():
         client.add_adapter(name, source)
-    ids = [client.submit(*request) for request in wanted]
-    found = {id_: [] for id_ in ids}
-    while client.has_work:
+    found = {}
+
+    def turn():
         for event in client.poll():
             assert not isinstance(event, RequestFailed), event
             if isinstance(event, TokenEvent):
                 found[event.request_id].append((event.token_id, event.logprobs))
+
+    for request in wanted:
+        found[client.submit(*request)] = []
+        for _ in range(turns_between):
+            turn()
+    while client.has_work:
+        turn()
     stats = client.stats()
     assert stats.pool.kv_pages == 0
     client.close()
-    return [found[id_] for id_ in ids], stats
+    return list(found.values()), stats
 
 
 def assert_same(found, expected):
@@ -114,6 +128,16 @@ def assert_same(found, expected):
             assert (a is None) == (b is None)
             if a is not None:
                 assert a.chosen == pytest.approx(b.chosen, abs=1e-4)
+
+
+def test_no_answer_is_the_same_without_its_adapter(folder):
+    """Or these tests could not tell."""
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    names = [*ADAPTERS, None]
+    found, _ = answers(build_engine(folder, config()), [([3 + i] * 3, greedy, a) for i in range(8) for a in names])
+    told = [[token for token, _ in answer] for answer in found]
+    for i in range(0, len(told), len(names)):
+        assert len({tuple(tokens) for tokens in told[i : i + len(names)]}) == len(names)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -144,6 +168,18 @@ def test_small_mixed_steps_run_in_pieces_and_change_no_token(folder):
     found, _ = answers(parts, wanted)
     assert_same(found, expected)
     assert parts.runner.stats().num_piecewise_steps >= 3
+
+
+def test_pieces_captured_for_base_rows_are_not_replayed_for_adapters(folder):
+    """Prompts of one length come one by one, beside a sequence that decodes all along."""
+    greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 50)]
+    wanted = [([9] * 3, greedy[1], None)]
+    wanted += [([20 + i] * 5, greedy[0], adapter) for i, adapter in enumerate([None] * 5 + ["a9"] * 5 + [None, "a4"])]
+    expected, _ = answers(build_engine(folder, config()), wanted)
+    parts = on_host_device(build_engine(folder, config()))
+    found, _ = answers(parts, wanted, turns_between=4)
+    assert_same(found, expected)
+    assert parts.runner.stats().num_piecewise_steps >= 6
 
 
 def test_steps_of_more_rows_than_seats_run_in_pieces_too(folder):

@@ -231,12 +231,31 @@ def test_a_step_may_take_the_work_of_others_that_it_fits():
     assert (again[0] is step, again[1]) == (True, extra_s), "nothing is made anew for the same rows"
     others = singles([t // 2 for t in range(249)])
     assert book.stand_in(others, lambda key: key == many.key)[0] is not step
-    pages = range(100_000, 100_000 + R16[0].pages)
-    book.add("new", R16[0], pages)
-    assert book.stand_in(others, lambda key: key == many.key)[0] is not step
+    assert book.stand_in(others, lambda key: False) is None, "nor is it taken when its graph has gone"
     assert book.stand_in(rows, lambda key: key == few.key) is None, "records for one adapter do not do for 125"
     assert book.stand_in(rows, lambda key: False) is None
     assert book.stand_in([(None, 0, 5)], lambda key: True) is None
+
+
+@pytest.mark.parametrize("change", ["moves", "comes", "goes"])
+def test_no_stand_in_outlives_a_change_of_the_pool(change):
+    """Its records say where adapters were. (A table that lies on the device already is not resolved again.)"""
+    book = filled(R16, 130)
+    many = book.plan(singles([t // 2 for t in range(250)]), graph=True)
+    rows = singles([t % 5 for t in range(240)])
+    assert book.plan(rows, graph=True).key != many.key
+    step, _ = book.stand_in(rows, lambda key: key == many.key)
+    assert book.stand_in(rows, lambda key: key == many.key)[0] is step
+    pages = range(100_000, 100_000 + R16[0].pages)
+    if change == "moves":
+        book.remove(0)
+        book.add(0, R16[0], pages)
+    elif change == "comes":
+        book.add("new", R16[0], pages)
+    else:
+        book.remove(129)
+    again, _ = book.stand_in(rows, lambda key: key == many.key)
+    assert again._table is not step._table
 
 
 def test_the_last_mould_takes_whatever_comes():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interleaf.config import EngineConfig
-from interleaf.engine.cuda.build import _require_countable, step_bytes
+from interleaf.engine.cuda.build import _require_countable, mixed_graph_rows, step_bytes
 from interleaf.engine.cuda.pieces import PiecewiseForward
 from interleaf.engine.device_sampler import DeviceSampler
 from interleaf.errors import ConfigError
@@ -29,7 +29,7 @@ def test_a_step_has_room_for_seats_that_all_are_penalised_and_ask_for_logprobs(s
     few, many = (step_bytes(config(max_num_seqs=seats), shard, torch.bfloat16) for seats in (1, 513))
     vocab = shard.spec.vocab_size
     sampling = DeviceSampler.most_bytes(513, vocab, 513) - DeviceSampler.most_bytes(1, vocab, 1)
-    assert many - few >= sampling + 512 * vocab * 2 * 2
+    assert many - few >= sampling + 3 * 512 * vocab * 2
 
 
 def test_tables_of_pages_are_counted(shard):
@@ -49,7 +49,14 @@ def test_what_leads_from_piece_to_piece_is_counted_and_a_small_step_s_activation
     one_more, as_before = (
         step_bytes(config(max_batch_tokens=n, max_graphs=0), shard, torch.bfloat16) for n in (8193, 8192)
     )
-    assert with_graphs - without == sum(x.nbytes for x in wide) + rows * (one_more - as_before)
+    captured_logits = 2 * 64 * shard.spec.vocab_size * 2
+    assert with_graphs - without == sum(x.nbytes for x in wide) + rows * (one_more - as_before) + captured_logits
+
+
+def test_steps_that_replay_graphs_have_as_many_rows_as_there_are_seats():
+    """Or steps of all seats would be more than the tables of adapters take."""
+    assert mixed_graph_rows(config(max_num_seqs=2048, max_batch_tokens=8192)) == 2048
+    assert mixed_graph_rows(config(max_num_seqs=64, max_batch_tokens=8192)) == 1024
 
 
 class Pool:

@@ -138,8 +138,9 @@ def test_the_process_takes_what_comes_in_the_time_to_spare_into_its_next_step(sp
     assert rooms.calls == [*waited, b"a request", "step", ["token"], "flush"]
 
 
-def test_a_process_that_is_stopped_while_it_waits_begins_no_step() -> None:
+@pytest.mark.parametrize("has_work", [True, False])
+def test_a_process_that_is_stopped_while_it_waits_begins_no_step(has_work: bool) -> None:
     rooms = Rooms(0.004, [("peer", b"a request")])
-    rooms.stops = True
+    rooms.stops, rooms.has_work = True, has_work
     EngineServer.turn(rooms)  # type: ignore[arg-type]
-    assert rooms.calls == [("wait", 0.004)]
+    assert rooms.calls == [("wait", 0.004 if has_work else process._IDLE_WAIT_S)]

@@ -102,7 +102,7 @@ class FlashInferPaged:
             launches.append(lists.launch(0, n, _ALL, self._decode_plan, plan))
         if n < s:
             starts = _starts(rows.host_q_lens[n:])
-            split = _chunks_pay_a_split(int(rows.host_kv_lens[n:].max()), int(starts[-1]))
+            split = _chunks_pay_a_split(int(rows.host_kv_lens[n:].max()), int(starts[-1]), self.window_left)
             plan = self._plan(starts, pages[n:], self._chunk_plan, causal=True, graph=False, split=split)
             launches.append(lists.launch(n, int(starts[-1]), _CAUSAL, self._chunk_plan, plan))
         lists.fill()
@@ -331,9 +331,10 @@ class FlashInferStep:
         return out.view(len(q), -1)
 
 
-def _chunks_pay_a_split(longest: int, num_rows: int) -> bool:
-    """Args: tokens of the longest sequence; rows of all chunks of the step."""
-    return longest > _UNSPLIT_TOKENS + _UNSPLIT_TOKENS_PER_ROW * num_rows
+def _chunks_pay_a_split(longest: int, num_rows: int, window_left: int) -> bool:
+    """Args: tokens of the longest sequence; rows of all chunks; tokens before it that a row sees at most, or -1."""
+    seen = longest if window_left < 0 else min(longest, window_left + num_rows)
+    return seen > _UNSPLIT_TOKENS + _UNSPLIT_TOKENS_PER_ROW * num_rows
 
 
 def _multiprocessors(device: torch.device) -> int:

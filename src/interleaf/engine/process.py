@@ -110,8 +110,8 @@ class EngineServer:
             self._endpoint.wait(_BACKLOG_WAIT_S if self._endpoint.has_backlog else _IDLE_WAIT_S)
         elif (spare_s := self._client.spare_s) >= _SHORTEST_WAIT_S:
             self._endpoint.wait(spare_s)
-            if self._stopping:
-                return
+        if self._stopping:
+            return
         for peer, data in self._endpoint.receive():
             self._handle(peer, data)
         for peer in self._endpoint.departed():

@@ -151,6 +151,7 @@ class DeviceLora:
             has_graph: whether there is a graph for work of such a key.
 
         Returns: the step, and the seconds that it takes longer, as far as is known; None: no such work is fit for it.
+            While the rows stay the same it stays the same, though better may have been captured meanwhile.
         """
         segments = rows if isinstance(rows, SingleRows) else tuple(rows)
         latest = self._latest_stand_in

@@ -61,7 +61,8 @@ def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
     """Memory that a step needs beside weights and pool: activations of the widest layer, once more for steps in pieces
     with what leads from piece to piece, sampling, tables, libraries.
 
-    Logits count twice, in a captured step and in one that is not; the table of pages too, by seats and as lists.
+    Logits are those of a step launched kernel by kernel and, with graphs, of captured steps and what they leave to be
+    sampled outside. The table of pages counts twice, by seats and as lists.
     """
     spec, rows, seats = shard.spec, config.max_batch_tokens, config.max_num_seqs
     o = shard.heads.count * spec.head_dim
@@ -70,7 +71,7 @@ def step_bytes(config: EngineConfig, shard: Shard, dtype: torch.dtype) -> int:
     activations = rows * row_bytes
     graph_rows = mixed_graph_rows(config) if config.max_graphs else 0
     graphs = graph_rows * (row_bytes + (2 * spec.hidden_size + qkv + o) * dtype.itemsize)
-    logits = 2 * seats * spec.vocab_size * dtype.itemsize
+    logits = (3 if config.max_graphs else 1) * seats * spec.vocab_size * dtype.itemsize
     sampling = DeviceSampler.most_bytes(seats, spec.vocab_size, seats)
     longest = config.max_model_len or spec.max_position
     tables = 2 * (seats + 1) * (-(-longest // config.page_tokens) + 1) * torch.int32.itemsize
