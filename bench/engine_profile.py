@@ -61,8 +61,9 @@ class StepProfile:
     Attributes:
         us: microseconds by kernel name.   launches: kernels by name.
         busy_us: during which at least one kernel or copy of the step ran.
-        spans, names: begin and end of each kernel, and what it is.
-        begin_us, end_us: of its first and last kernel.
+        spans, names, streams: begin and end of each kernel, what it is, and where it ran.
+        begin_us: of its first kernel on the stream that computes, that of most. What others run (uploads) may begin
+            while the step before computes.
         host_us: that the launch took.
     """
 
@@ -72,14 +73,12 @@ class StepProfile:
     launches: Counter[str] = field(default_factory=Counter)
     spans: list[tuple[float, float]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
 
     @property
     def begin_us(self) -> float:
-        return min(begin for begin, _ in self.spans)
-
-    @property
-    def end_us(self) -> float:
-        return max(end for _, end in self.spans)
+        computes = statistics.mode(self.streams)
+        return min(begin for (begin, _), stream in zip(self.spans, self.streams, strict=True) if stream == computes)
 
     @property
     def busy_us(self) -> float:
@@ -116,6 +115,7 @@ def read_steps(events: Iterable[Mapping[str, Any]]) -> list[StepProfile]:
         step.launches[kernel["name"]] += 1
         step.spans.append((kernel["ts"], kernel["ts"] + kernel["dur"]))
         step.names.append(kernel["name"])
+        step.streams.append(kernel["args"].get("stream", 0))
     return [step for _, _, step in steps if step.spans]
 
 
@@ -253,10 +253,15 @@ def profile(
 
 
 def steps_of(steps: Sequence[StepProfile], kind: str) -> tuple[list[StepProfile], float]:
-    """The steps of a kind that are followed by another, and the mean time from the begin of one to that of its next."""
+    """Steps of a kind, and the mean time from the begin of one to that of the next.
+
+    Of "mixed" the last one; of others those that are followed by their like, with as many rows as the first of them.
+    """
     pairs = [(a, b) for a, b in pairwise(steps) if a.label.startswith(kind)]
     if kind == "mixed":
         pairs = pairs[-1:]
+    else:
+        pairs = [(a, b) for a, b in pairs if a.label == b.label == pairs[0][0].label]
     if not pairs:
         return [], 0.0
     return [step for step, _ in pairs], statistics.mean(b.begin_us - a.begin_us for a, b in pairs)
