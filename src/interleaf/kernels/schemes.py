@@ -2,8 +2,7 @@
 
 In a captured graph forms and grids are fixed, so decode steps choose among a few *schemes*: a form of shrink and one of
 expand for all adapters of the step, be their rows one or many. Any scheme takes any step; some are slow for it. (To
-give singles and runs a form each takes twice the launches: Zipf's mix of 100 adapters in 256 rows took 125 us a layer
-with five launches per group, of which 74 are the bytes.)
+give singles and runs a form each takes twice the launches, which did not pay when that was decided: ADR 0014.)
 """
 
 from __future__ import annotations
