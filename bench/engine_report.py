@@ -28,10 +28,10 @@ def line_of(figures: Mapping[str, Any]) -> str:
         f"    host {f['host_ms_per_step']:.2f} ms a step ({_spread(f['host_ms'], 'ms')}), the device starved after "
         f"{_share(f['starved_share'])}   {steps}",
     ]
-    for kind in ("decode", "mixed"):
+    for kind, name in (("decode", "decode"), ("full_decode", "  the fullest of them"), ("mixed", "mixed")):
         if (k := f[kind]) is not None:
             lines.append(
-                f"    {kind}: {k['steps']} steps, {k['seconds']:.1f} s, {k['ms']:.2f} ms each, "
+                f"    {name}: {k['steps']} steps, {k['seconds']:.1f} s, {k['ms']:.2f} ms each, "
                 f"floor {k['floor_ms']:.2f} ({k['floor_ratio']:.2f} x), host {k['host_ms']:.2f} ms, "
                 f"{k['rows']:.0f} rows of {k['adapters']:.0f} adapters"
             )

@@ -21,6 +21,9 @@ from bench.sim_record import write_record
 from interleaf.core import RequestFinished, SamplingParams, StepPlan, TokenEvent
 
 _WARM_UP_PROMPT_TOKENS = 16
+_FULL = 0.95
+"""A decode step counts as full with this share of the rows of the run's largest one: sequences that end and start, and
+the tail of a run, are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,8 @@ def _steps(recording: Recording, costs: Sequence[StepCost], counters: Mapping[st
     host_s = np.array(recording.host_s)
     decode_only = np.array([not plan.chunks and bool(plan.decode) for plan in steps.plans], dtype=bool)
     mixed = np.array([bool(plan.chunks) for plan in steps.plans], dtype=bool)
+    num_decode = np.array([len(plan.decode) for plan in steps.plans])
+    full = decode_only & (num_decode >= _FULL * num_decode.max(initial=0, where=decode_only))
     turn_of_step = np.flatnonzero(launched)
     num_steps = int((decode_only | mixed).sum())
     # The time of a step: from the end of the one before, or its own launch if that came later, to its own end.
@@ -285,6 +290,7 @@ def _steps(recording: Recording, costs: Sequence[StepCost], counters: Mapping[st
         "capture_s": counters["capture_seconds"],
         "launch_ms_per_step": counters["launch_seconds"] / max(1, len(steps.plans)) * 1e3,
         "decode": of(decode_only),
+        "full_decode": of(full),
         "mixed": of(mixed),
         "floor_bytes_s": {
             "weights": sum(cost.weight_bytes for cost in costs) / BYTES_PER_S,

@@ -328,7 +328,11 @@ def test_rows_of_other_settings_get_an_engine_of_their_own(
     rows = [f"{trace}:none", f"{trace}:s1:max_num_seqs=2", f"{trace}:s1", f"{trace}:s1:limit=3"]
     out = tmp_path / "out.json"
     assert run(model, *(part for row in rows for part in ("--row", row)), "--json", out) == 0
-    named = [row["memory"] for row in json.loads(out.read_text())["rows"]]
+    report = json.loads(out.read_text())["rows"]
+    [two_seats] = next(row["runs"] for row in report if "max_num_seqs=2" in row["memory"])
+    assert two_seats["full_decode"]["rows"] == 2 > two_seats["decode"]["rows"], "only steps with all seats taken"
+    assert 0 < two_seats["full_decode"]["steps"] < two_seats["decode"]["steps"]
+    named = [row["memory"] for row in report]
     assert len(set(named)) == 3, "they would be recorded as one row"
     printed = capsys.readouterr().out
     assert printed.count("engine of tiny built") == 2
