@@ -28,7 +28,7 @@ demo: $(VENV)/.core $(MODEL) ## one mixed batch: the base model and several adap
 serve: $(VENV)/.server $(MODEL) ## an OpenAI server on localhost: the built-in model and the example adapters
 	@printf '%s\n' '' 'When it says "ready", from another terminal (a model is any folder of examples/adapters, too):' '' \
 	  "  curl http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\" \
-	  "    -d '{\"model\": \"pirate\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the sea?\"}], \"max_tokens\": 32}'" ''
+	  "    -d '{\"model\": \"pirate\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the sea?\"}], \"max_tokens\": 32, \"temperature\": 0}'" ''
 	$(BIN)/interleaf serve $(MODEL) --adapters-dir examples/adapters --port $(PORT)
 
 # Two pytest processes of one torch thread each, a file to a process: small operations gain nothing from a second thread, and
@@ -60,7 +60,7 @@ bench-cpu: $(VENV)/.dev $(MODEL) ## throughput on this CPU, beside PEFT and tran
 sim-residency: $(VENV)/.core ## simulate adapters that outgrow the pool; rewrites docs/benchmarks/sim/residency.*
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.sim_residency
 
-model: $(MODEL) ## fetch the built-in model (92 MB)
+model: $(MODEL) ## fetch the built-in model (93 MB)
 
 clean: ## remove what the targets made: .venv, models, caches
 	rm -rf $(VENV) models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

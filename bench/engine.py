@@ -89,9 +89,12 @@ class Session:
                 torch.cuda.empty_cache()
 
     def record_of(self, row: Row, number: int) -> Path | None:
-        """Where the steps of a run are recorded, if they are."""
+        """Where the steps of a run are to be recorded, if they are: a file of a folder that there is."""
         folder: Path | None = self.args.record_steps
-        return None if folder is None else folder / f"{row.trace_name}-{row.adapters}-{number}.jsonl"
+        if folder is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{row.trace_name}-{row.adapters}-{number}.jsonl"
 
     def write(self) -> None:
         """Write what is known so far."""
@@ -197,16 +200,19 @@ def run_rows(session: Session, rows: Sequence[Row]) -> None:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model-config", default="llama3-8b", help="a name in bench/models, or a path")
+    parser.add_argument("--model-config", default="llama3-8b", help="a name in bench/models, or a config.json")
     parser.add_argument("--load-format", default="dummy", help="dummy weights, or auto for those at the path")
-    parser.add_argument("--row", action="append", default=[], metavar="TRACE:ADAPTERS[:OPTION=VALUE...]")
+    parser.add_argument(
+        "--row", action="append", default=[], metavar="TRACE:ADAPTERS[:OPTION=VALUE...]", help="one of several rows"
+    )
     parser.add_argument("--plan", type=Path, help="a file of rows, one a line")
     parser.add_argument("--trace", help="one row's trace: a file, or a name in bench/traces")
     parser.add_argument("--adapters", default="none", help="none, s1, s2, s4, s5, s6, r<rank>-all or r<rank>-qkvo")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each row")
     parser.add_argument("--limit", type=int, help="take only so many requests of each trace")
     parser.add_argument("--pool-adapter-share", type=float, help="cap the pool at 13 GB + this share of the adapters")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device, help=f"{device} on this machine")
     parser.add_argument("--memory", help="of the pool: a size, or on a GPU a share of its memory")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-batch-tokens", type=int)
@@ -231,7 +237,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--record", type=Path, nargs="+", metavar="RESULTS", help="merge such files into --into, no more"
     )
-    parser.add_argument("--into", type=Path, default=RECORD, help="the file of recorded rows")
+    parser.add_argument(
+        "--into", type=Path, default=RECORD, help="the file of recorded rows: docs/benchmarks/h200/engine.json"
+    )
     parser.add_argument("--commit", help="the revision that --record notes")
     args = parser.parse_args(arguments)
     if args.record and not args.commit:

@@ -15,18 +15,34 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
+from interleaf import __version__
 from interleaf.errors import ConfigError, InterleafError
 from interleaf.server.help_page import help_lines
 from interleaf.server.options import OPTIONS, Kind
 
 app = typer.Typer(
-    help="Serve thousands of LoRA adapters from one base model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 adapters_app = typer.Typer(help="Look at adapters.", no_args_is_help=True)
 app.add_typer(adapters_app, name="adapters")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve thousands of LoRA adapters from one base model."""
+
 
 _HELP_WIDTH = 100
 """Columns of `serve --help` at most: longer lines are hard to read."""

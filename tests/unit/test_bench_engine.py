@@ -322,6 +322,12 @@ def test_several_rows_run_on_one_engine_and_every_request_yields_its_length(
     assert all_linear["runs"][0]["peak_adapter_pages"] > 0
 
 
+def test_steps_are_recorded_in_a_folder_that_there_was_not(model: Path, trace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "steps"
+    assert run(model, "--trace", trace, "--repeat", 2, "--record-steps", folder) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["eight-none-1.jsonl", "eight-none-2.jsonl"]
+
+
 def test_rows_of_other_settings_get_an_engine_of_their_own(
     model: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

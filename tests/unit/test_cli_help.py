@@ -1,6 +1,8 @@
 """`interleaf serve --help` on a narrow terminal, and what is said of numbers that are none."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -137,3 +139,9 @@ def test_numbers_of_generate_that_are_not_given_stay_numbers(monkeypatch: pytest
     result = CliRunner().invoke(app, ["generate", "model", "--prompt", "hi", "--max-tokens", "3"])
     assert isinstance(result.exception, AssertionError)
     assert seen == [16, None]
+
+
+def test_the_command_says_its_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"{project['version']}\n")

@@ -94,7 +94,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for text in self.stop:
-            _require(isinstance(text, str) and text != "", "stop", "a list of non-empty strings", text)
+            _require(isinstance(text, str) and text != "", "stop", "a non-empty string or a list of them", text)
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false", self.ignore_eos)

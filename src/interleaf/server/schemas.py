@@ -66,7 +66,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
         """Only requests of the same salt share cached prefixes. Raises: ApiError: it is empty or too long."""
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_CHARACTERS:
             limit = f"a text of 1 to {MAX_SALT_CHARACTERS} characters"
-            raise bad_request(f"cache_salt must be {limit}, got {len(self.cache_salt)}", "cache_salt")
+            raise bad_request(f"cache_salt must be {limit}, got {len(self.cache_salt)} of them", "cache_salt")
         return self.cache_salt
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
