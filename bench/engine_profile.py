@@ -60,10 +60,10 @@ class StepProfile:
 
     Attributes:
         us: microseconds by kernel name.   launches: kernels by name.
-        busy_us: during which at least one kernel or copy of the step ran.
         spans, names, streams: begin and end of each kernel, what it is, and where it ran.
         begin_us: of its first kernel on the stream that computes, that of most. What others run (uploads) may begin
             while the step before computes.
+        busy_us: from there on, during which at least one kernel or copy of the step ran.
         host_us: that the launch took.
     """
 
@@ -82,7 +82,7 @@ class StepProfile:
 
     @property
     def busy_us(self) -> float:
-        busy, reached = 0.0, float("-inf")
+        busy, reached = 0.0, self.begin_us
         for begin, end in sorted(self.spans):
             busy += max(0.0, end - max(begin, reached))
             reached = max(reached, end)
@@ -261,7 +261,8 @@ def steps_of(steps: Sequence[StepProfile], kind: str) -> tuple[list[StepProfile]
     if kind == "mixed":
         pairs = pairs[-1:]
     else:
-        pairs = [(a, b) for a, b in pairs if a.label == b.label == pairs[0][0].label]
+        alike = [(a, b) for a, b in pairs if a.label == b.label]
+        pairs = [(a, b) for a, b in alike if a.label == alike[0][0].label]
     if not pairs:
         return [], 0.0
     return [step for step, _ in pairs], statistics.mean(b.begin_us - a.begin_us for a, b in pairs)

@@ -187,6 +187,20 @@ def test_chunks_are_split_where_that_was_faster(num_rows, longest, split_us, uns
     assert flashinfer._chunks_pay_a_split(longest, num_rows, -1) == (split_us < unsplit_us)
     seen = longest - num_rows
     assert flashinfer._chunks_pay_a_split(10**6, num_rows, seen) == (split_us < unsplit_us), "a window hides the rest"
+    assert flashinfer._chunks_pay_a_split(longest, num_rows, 10**6) == (split_us < unsplit_us), "or nothing"
+
+
+@needs_windows
+def test_whether_chunks_are_split_is_asked_of_all_their_rows_and_the_window(monkeypatch):
+    asked = []
+    pays = flashinfer._chunks_pay_a_split
+    monkeypatch.setattr(flashinfer, "_chunks_pay_a_split", lambda *given: asked.append(given) or pays(*given))
+    for window, left in ((5, 4), (None, -1)):
+        them = sequences(num_seats=8, window=window)
+        them.fill(0, 40)
+        them.fill(3, 9)
+        them.check([0], [(2, 3), (3, 20)])
+        assert asked.pop() == (29, 23, left)
 
 
 @pytest.mark.parametrize("longest", [0, 21, 10**9])

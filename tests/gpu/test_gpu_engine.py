@@ -182,6 +182,19 @@ def test_pieces_captured_for_base_rows_are_not_replayed_for_adapters(folder):
     assert parts.runner.stats().num_piecewise_steps >= 6
 
 
+def test_pieces_of_few_rows_are_not_replayed_for_many(folder):
+    """Short prompts and long ones by turns, the short ones first; their pieces are captured from the third on."""
+    greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 40)]
+    wanted = [([9] * 3, greedy[1], None)] + [([20 + i] * (90 if i % 2 else 5), greedy[0], None) for i in range(8)]
+    settings = {"max_batch_tokens": 200, "max_model_len": 120}
+    expected, _ = answers(build_engine(folder, config(**settings)), wanted)
+    parts = on_host_device(build_engine(folder, config(**settings)), max_mixed_graph_rows=200)
+    found, _ = answers(parts, wanted, turns_between=4)
+    assert_same(found, expected)
+    assert len(parts.runner._forward._mixed_graphs) == 2
+    assert parts.runner.stats().num_piecewise_steps >= 4
+
+
 def test_steps_of_more_rows_than_seats_run_in_pieces_too(folder):
     """Prompts longer than there are seats, a few at a time; the longest are still launched kernel by kernel."""
     wanted = [
@@ -229,17 +242,28 @@ def test_a_step_replays_what_was_captured_for_other_adapters_while_that_is_cheap
         return made[0]
 
     parts = on_host_device(build_engine(folder, config()), lora=lora)
-    charged = []
+    charged, stood_in = [], {"decode": 0, "pieces": 0}
+
+    def noting(graphs, kind):
+        does_without = graphs.does_without
+
+        def noted(key, seconds):
+            charged.append(key in graphs)
+            answer = does_without(key, seconds)
+            stood_in[kind] += answer
+            return answer
+
+        graphs.does_without = noted
+
     if extra_s is not None:
         parts.runner.warmed_up()
-        for graphs in (parts.runner._forward._graphs, parts.runner._forward._mixed_graphs):
-            does_without = graphs.does_without
-            graphs.does_without = lambda key, s, g=graphs, d=does_without: charged.append((key, key in g)) or d(key, s)
+        noting(parts.runner._forward._graphs, "decode")
+        noting(parts.runner._forward._mixed_graphs, "pieces")
     found, _ = answers(parts, wanted)
     assert_same(found, expected)
     stats = parts.runner.stats()
-    assert not any(has_graph for _, has_graph in charged), "what is charged is the key that has none"
-    assert len(parts.runner._pace._launches_s) == 32
+    assert not any(charged), "what is charged is the key that has none"
+    assert sum(stood_in.values()) == stats.num_stand_ins
     if extra_s is None:
         assert made[0].num_asked == stats.num_stand_ins == 0
     elif extra_s == 1.0:
@@ -248,6 +272,8 @@ def test_a_step_replays_what_was_captured_for_other_adapters_while_that_is_cheap
         assert 0 < stats.num_stand_ins <= made[0].num_asked
         steps = stats.num_graph_steps + stats.num_piecewise_steps
         assert steps > stats.num_stand_ins
+        assert stood_in["decode"] > 0
+        assert stood_in["pieces"] > 0 or extra_s
     assert stats.num_captures > 0
 
 

@@ -1,6 +1,7 @@
 """The engine's benchmark: its arithmetic against numbers worked out by hand, and whole rows of a tiny model."""
 
 import json
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from bench import engine as bench
 from bench.engine import parse_arguments
 from bench.engine_adapters import HostArena
 from bench.engine_cold import cold_start
-from bench.engine_floor import ModelCosts, step_costs, total_floor_s
+from bench.engine_floor import ModelCosts, StepCost, step_costs, total_floor_s
 from bench.engine_loading import loading
 from bench.engine_log import EventLog, StepLog
-from bench.engine_profile import group_of, layer_of, profile, read_steps, steps_of, summarise
+from bench.engine_profile import StepProfile, group_of, layer_of, profile, read_steps, steps_of, summarise
 from bench.engine_report import RECORDED, record
 from bench.engine_rows import (
     MODELS,
@@ -28,7 +29,7 @@ from bench.engine_rows import (
     random_prompts,
     read_trace,
 )
-from bench.engine_run import BenchRequest, Recording, _throughput, drive, make_requests
+from bench.engine_run import BenchRequest, Recording, _steps, _throughput, drive, make_requests
 from bench.engine_setup import BenchEngine, read_spec
 from interleaf.core import (
     AdapterLoad,
@@ -341,6 +342,8 @@ def test_rows_of_other_settings_get_an_engine_of_their_own(
     named = [row["memory"] for row in report]
     assert len(set(named)) == 3, "they would be recorded as one row"
     printed = capsys.readouterr().out
+    full = two_seats["full_decode"]
+    assert f"the fullest of them: {full['steps']} steps" in printed
     assert printed.count("engine of tiny built") == 2
     assert [line.split()[1:3] for line in printed.splitlines() if line.startswith("| eight")] == [
         ["eight", "|"], ["eight", "|"], ["eight", "|"], ["eight", "|"],
@@ -443,6 +446,37 @@ def test_a_request_of_another_length_is_a_problem(tokens: int) -> None:
     assert figures["problems"]
 
 
+@pytest.mark.parametrize(
+    ("decode", "mixed", "full"),
+    [
+        ([100, 95, 94, 50], [200], [100, 95]),
+        ([50, 20, 49, 48], [10, 60], [50, 49, 48]),
+        ([20, 18], [], [20]),
+        ([7], [], [7]),
+        ([], [3], []),
+        ([], [], []),
+    ],
+)
+def test_full_decode_steps_have_nearly_all_rows_of_the_largest_one(
+    decode: list[int], mixed: list[int], full: list[int]
+) -> None:
+    """Those with prompts are no decode steps, however many sequences decode beside."""
+    plans = [StepPlan(i, decode=tuple(range(n))) for i, n in enumerate(decode)]
+    plans += [StepPlan(0, decode=tuple(range(n)), chunks=(Chunk(n, 0, 1, True),)) for n in mixed]
+    costs = [StepCost(len(p.decode), len(p.decode), 0, 1, 0, 0, 0) for p in plans]
+    turns = range(1, len(plans) + 1)
+    log = StepLog(plans, launched_s=[float(i) for i in turns], done_s=[i + 0.5 for i in turns])
+    host_s = [cost.rows / 1e3 for cost in costs]
+    figures = _steps(Recording(0.0, log, host_s=host_s, turn_steps=list(turns)), costs, Counter())
+    found = figures["full_decode"]
+    if not full:
+        assert found is None
+        return
+    assert (found["steps"], found["rows"]) == (len(full), sum(full) / len(full))
+    assert found["host_ms"] == pytest.approx(found["rows"])
+    assert figures["decode"]["steps"] == len(decode)
+
+
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
@@ -519,13 +553,16 @@ def _trace_events() -> list[dict[str, Any]]:
         kernel("nvjet_gemm", 180, 60, 2), kernel("FusedAddRMSNorm", 250, 10, 2),
         kernel("nvjet_gemm", 270, 70, 3), kernel("nvjet_gemm", 350, 80, 4),
         kernel("nvjet_gemm", 480, 10, 5), kernel("nvjet_gemm", 540, 10, 6),
+        annotation("mixed T=9", 600), launch(610, 7), kernel("nvjet_gemm", 620, 90, 7),
+        annotation("decode T=2", 700), launch(710, 8), kernel("nvjet_gemm", 715, 10, 8),
     ]  # fmt: skip
 
 
 def test_a_kernel_belongs_to_the_step_that_launched_it() -> None:
     steps = read_steps(_trace_events())
-    labels = ["decode T=2", "decode T=2", "decode T=2", "mixed T=9", "decode T=3", "decode T=2"]
-    assert [step.label for step in steps] == labels
+    labels = ["decode T=2", "decode T=2", "decode T=2", "mixed T=9", "decode T=3", "decode T=2", "mixed T=9"]
+    assert [step.label for step in steps] == [*labels, "decode T=2"]
+    assert [step.begin_us for step in steps] == [110, 180, 270, 350, 480, 540, 620, 715], "not of an upload"
     assert steps[0].us == {"nvjet_gemm": 40, "_shrink": 20}
     assert steps[0].busy_us == 55  # two of its kernels overlap by 5
     decode, period_us = steps_of(steps, "decode")
@@ -534,9 +571,23 @@ def test_a_kernel_belongs_to_the_step_that_launched_it() -> None:
     summary = summarise(decode, period_us)
     assert summary["groups"]["gemm"] == {"us": 50.0, "kernels": 1.0}
     assert summary["groups"]["lora shrink"] == {"us": 10.0, "kernels": 1.0}
-    assert summary["idle_us"] == 80 - (55 + 72) / 2
+    assert summary["idle_us"] == 80 - (55 + 70) / 2, "the upload ran beside the step before"
     mixed, period_us = steps_of(steps, "mixed")
-    assert (len(mixed), period_us) == (1, 130)
+    assert (mixed, period_us) == ([steps[6]], 95), "the last one"
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [([2, 2, 2, 3, 3], [0, 1]), ([1, 2, 2, 2], [1, 2]), ([2, 3, 2, 3], []), ([2], []), ([], [])],
+)
+def test_decode_steps_are_those_followed_by_their_like(rows: list[int], chosen: list[int]) -> None:
+    steps = [
+        StepProfile(f"decode T={n}", 0.0, spans=[(10.0 * i * i, 10.0 * i * i + 5)], names=["k"], streams=[7])
+        for i, n in enumerate(rows)
+    ]
+    found, period_us = steps_of(steps, "decode")
+    assert found == [steps[i] for i in chosen]
+    assert period_us == (sum(20 * i + 10 for i in chosen) / len(chosen) if chosen else 0)
 
 
 def test_a_layers_timeline_is_the_mean_of_the_layers_that_have_the_same_kernels() -> None:

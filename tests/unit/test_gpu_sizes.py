@@ -37,6 +37,17 @@ def test_tables_of_pages_are_counted(shard):
     assert small - large == 2 * 65 * (64 - 4) * 4
 
 
+def test_a_row_of_the_largest_step_has_room_for_what_lives_at_once_in_a_layer(shard):
+    """The stream, its norm, y and one more of their size; q, k and v twice; gate, up and their product."""
+    spec = shard.spec
+    one_more, as_before = (
+        step_bytes(config(max_batch_tokens=n, max_graphs=0), shard, torch.bfloat16) for n in (8193, 8192)
+    )
+    qkv = (spec.num_heads + spec.num_kv_heads + spec.num_kv_heads) * spec.head_dim
+    wide = [spec.hidden_size] * 4 + [qkv] * 2 + [spec.intermediate_size] * 3
+    assert one_more - as_before == sum(wide) * torch.bfloat16.itemsize
+
+
 @pytest.mark.parametrize(("tokens", "rows"), [(512, 512), (8192, 1024), (64, 64)])
 def test_what_leads_from_piece_to_piece_is_counted_and_a_small_step_s_activations(shard, tokens, rows):
     with_graphs, without = (

@@ -139,8 +139,8 @@ def test_the_process_takes_what_comes_in_the_time_to_spare_into_its_next_step(sp
 
 
 @pytest.mark.parametrize("has_work", [True, False])
-def test_a_process_that_is_stopped_while_it_waits_begins_no_step(has_work: bool) -> None:
+def test_a_process_that_is_stopped_while_it_waits_begins_no_step_but_hears_who_came(has_work: bool) -> None:
     rooms = Rooms(0.004, [("peer", b"a request")])
     rooms.stops, rooms.has_work = True, has_work
     EngineServer.turn(rooms)  # type: ignore[arg-type]
-    assert rooms.calls == [("wait", 0.004 if has_work else process._IDLE_WAIT_S)]
+    assert rooms.calls == [("wait", 0.004 if has_work else process._IDLE_WAIT_S), b"a request", "flush"]

@@ -105,18 +105,16 @@ class EngineServer:
         return reason
 
     def turn(self) -> None:
-        """Take what has come, run one step, send what it did."""
+        """Take what has come, run one step unless `stop` came meanwhile, send what it did."""
         if not self._client.has_work:
             self._endpoint.wait(_BACKLOG_WAIT_S if self._endpoint.has_backlog else _IDLE_WAIT_S)
         elif (spare_s := self._client.spare_s) >= _SHORTEST_WAIT_S:
             self._endpoint.wait(spare_s)
-        if self._stopping:
-            return
         for peer, data in self._endpoint.receive():
             self._handle(peer, data)
         for peer in self._endpoint.departed():
             self._departed(peer)
-        if self._client.has_work:
+        if self._client.has_work and not self._stopping:
             events = self._client.poll()
             self._deliver(events)
             self._ask_for_slabs()

@@ -171,7 +171,7 @@ class Entrance:
     def would_start_at_once(self) -> bool:
         """Whether nobody waits, and who came now would start in the next step, as far as seats and tokens decide that.
 
-        Prompts that one step was too small for leave no room in the next one.
+        A prompt that one step was too small for is taken to fill the next one, too.
         """
         return not len(self) and not self._seats.prefilling and self._seats.num_free > 0 and self._held_by() is None
 
